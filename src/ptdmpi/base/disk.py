@@ -107,8 +107,9 @@ def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
 
 
 def why_unusable(path: Path) -> str:
-    """Return what is wrong with an entry of a directory that is neither a regular file nor a
-    directory, as the rest of a sentence that begins with the name of the entry."""
+    """Return a text that says what `path` is, such as "is a pipe or a device". `path` is an entry
+    of a directory, and is neither a regular file nor a directory. In a message, the text follows
+    the name of the entry."""
     return "is a pipe or a device" if path.exists() else "is a link to a missing file"
 
 

@@ -118,7 +118,8 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 
 
 def publish(temporary: Path, damaged: Collection[str]) -> Path:
-    """Give a completely written checkpoint its name, then make `latest` name it; return its path.
+    """Give a completely written checkpoint its final name, write this name to the file `latest`,
+    and return the path of the checkpoint.
 
     An older checkpoint with the same name is removed after the rename. If the name of the older
     checkpoint is in `damaged`, that checkpoint is kept under another name instead.
@@ -141,8 +142,8 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
     """Rename all checkpoints in the run directory that are not part of the history of the run.
-    There are such checkpoints if the run begins anew, resumes from an earlier checkpoint of its
-    own, or begins from a checkpoint of another run. Also record the checkpoint `source` that the
+    There are such checkpoints if the run begins anew, resumes from one of its earlier checkpoints,
+    or begins from a checkpoint of another run. Also record the checkpoint `source` that the
     run continues, and the path `named` that the user gave, because that path may mean another
     checkpoint later.
 

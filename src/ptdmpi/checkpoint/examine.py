@@ -33,8 +33,9 @@ SLAB_BYTES = 1 << 25
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints that `path` names, in ascending order of steps. `path` is a
     checkpoint, the file `latest` or `best`, a run directory, or its folder `checkpoints/`. `path`
-    may also be the name of a model on the hub; this model is then converted and stored in the
-    user's cache. Raise InputError if there is no checkpoint, or if `path` cannot be read."""
+    may also be the name of a model on the Hugging Face hub, if the converted checkpoint of this
+    model is in the user's cache. Raise InputError if there is no checkpoint, or if `path` cannot be
+    read."""
     try:
         return _checkpoints(path)
     except OSError as error:

@@ -15,7 +15,7 @@ WHOLE_BYTES = 1 << 16
 def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     """Yield the slices of the state that this rank writes. Each element of each tensor is written
     by exactly one rank. If replicas differ and `mean` is True, the mean of the replicas is written.
-    If replicas differ and `mean` is False, each replica is written under a name of its own."""
+    If replicas differ and `mean` is False, each replica is written under a separate name."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
     # begin with the slices that the fewest ranks have

@@ -2,8 +2,9 @@
 a rank is lost.
 
 Open MPI 5 has ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability";
-MPI 5 proposal) if it is started with `--with-ft ulfm`. Each rank may see the failure in another
-operation, and with another error class; only `agree` gives all survivors the same answer.
+MPI 5 proposal) if it is started with `--with-ft ulfm`. Different ranks may see the failure in
+different operations, and with different error classes; only `agree` gives all survivors the same
+answer.
 """
 
 import contextlib

@@ -208,8 +208,8 @@ class Engine:
         self, step: int, rate: float, norm: float, *, skipped: bool, loads: ExpertLoads | None
     ) -> float | None:
         """Update the state, unless the step is `skipped`. `norm` is the norm of the gradients.
-        Return the distance of the replicas if they differ and the run measures their distance in
-        this step; otherwise return None."""
+        Return the consensus distance (of the replicas from their mean) if replicas may differ and
+        the run measures this distance in this step; otherwise return None."""
         self.verification.before_update(step)
         # If replicas are equal, no message is sent from here to the end of the update. A rank
         # therefore updates its state completely or not at all. So if a rank is lost, the state of

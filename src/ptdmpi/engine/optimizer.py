@@ -244,8 +244,8 @@ def _ranges(
 def _rates(config: OptimizerConfig, width_ratio: float, entry: Entry) -> tuple[float, float]:
     """Return the weight decay of a parameter, and the factor by which its learning rate is
     multiplied. In every update, the weight decay is multiplied by the learning rate of the
-    parameter, which includes muP's factor. So that muP does not change the decay of a step, the
-    weight decay is divided by this factor here."""
+    parameter, which includes muP's factor. The weight decay is divided by this factor here, so that
+    muP does not change how much a step decays the weights."""
     group = group_of(config, entry.name)
     in_layers = entry.name.startswith("layers.") and len(entry.declaration.shape) == 2
     by_width = 1.0

@@ -164,8 +164,9 @@ def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
     """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
-    The values must be compared because the shapes of the tensors may fit anyway: with another
-    number of heads or another activation, the model would silently compute another function.
+    Comparing the shapes of the tensors is not enough: with a different number of heads or a
+    different activation, the shapes may be the same, but the model would silently compute a
+    different function.
     `otherwise` is added to the legal values in the message, except for keys in HEADS."""
     here = config.model.model_dump()
     # if an older checkpoint does not record a key, the key had its default value

@@ -35,8 +35,8 @@ class Boundary:
     def pack(self, x: Tensor) -> Tensor:
         """Return the part of the activation `x` [s, b, h] that this rank sends, as a flat
         contiguous tensor."""
-        # only values are sent, without an autograd graph: the next stage builds a graph of its own,
-        # and its backward op sends the gradient back
+        # only values are sent, without an autograd graph: the next stage builds a separate graph,
+        # and the backward op of the next stage sends the gradient back
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ class Departure:
 
     def backward(self, dy: Tensor | None) -> None:
         """Run the backward of the graph, beginning with the output's gradient `dy`. If `dy` were an
-        argument of torch.autograd.backward, torch would import SymPy to compare two shapes, which
-        takes a second at the start of every rank. `_Depart` therefore reads `dy` from this
+        argument of torch.autograd.backward, torch would import SymPy to compare two shapes. This
+        import takes a second at the start of every rank. `_Depart` therefore reads `dy` from this
         object."""
         assert self._end is not None, "the backward of a graph runs only once"
         # remove the reference to the graph: the graph refers to this object, and such a cycle of
@@ -99,8 +99,8 @@ class Departure:
 
 
 class _Depart(Function):
-    """An autograd Function that ends the graph, and whose output has no values. Its backward reads
-    the gradient from a `Departure`."""
+    """An autograd Function that ends the graph. Its output is a scalar with an arbitrary value,
+    which is not used. Its backward reads the gradient from a `Departure`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:

@@ -52,9 +52,9 @@ class ParameterBuffer(FlatOrder):
     are initially zero. If `trains` is False, no memory is allocated for gradients. `storage`
     allocates the master weights, unless the weights themselves are the master weights.
 
-    `masters` and `reduced` each have one tensor for each shard unit: the master weights (`masters`)
-    or the gradients (`reduced`) of this rank's part of the shard unit, which this rank updates. If
-    the master type equals the compute type, the weights themselves are the master weights.
+    `masters` and `reduced` have one tensor for each shard unit: the master weights (`masters`) or
+    the gradients (`reduced`) of the part of the shard unit that this rank updates. If the master
+    type equals the compute type, the weights themselves are the master weights.
     `gradients` is the flat tensor in which gradients accumulate. `weights` is the flat tensor of
     the weights of all shard units; with ZeRO stage 3 it is empty. Frozen weights have separate
     shard units: `idle_weights` is the flat tensor of all frozen weights, and `idle_parts` has this

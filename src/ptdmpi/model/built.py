@@ -83,8 +83,8 @@ def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLi
 
 
 def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
-    """Return the linear layer that `parts[name]` describes, whose inputs are divided over the
-    tensor axis, with its adapters."""
+    """Return the linear layer that `parts[name]` describes, with its adapters. Its inputs are
+    divided over the tensor axis."""
     linear = as_linear(parts[name], "rows")
     outputs = sum(linear.outputs)
     module = RowParallelLinear(
@@ -96,8 +96,8 @@ def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
 
 def whole_linear(parts: Parts, name: str) -> ColumnParallelLinear:
     """Return the linear layer that `parts[name]` describes. Its full weight is on every tensor
-    rank. Each rank applies the layer to the positions that the rank has outside attention and MLP:
-    under sequence parallelism, a part of the sequence, and otherwise all of it."""
+    rank. Under sequence parallelism, a rank applies the layer only to its own part of the sequence;
+    otherwise, to all positions that the rank has."""
     linear = as_linear(parts[name], None)
     module = ColumnParallelLinear(
         TensorAxis(OneRank()),

@@ -43,8 +43,9 @@ class Cache(ABC):
 
     def _seen(self, window: int) -> Tensor:
         """Return a bool mask [b, 1, s, cached positions] for s new tokens of each sequence. An
-        element is True if the new token sees the key at the cached position. A token sees the
-        positions up to its own; if `window` is not 0, only the last `window` of them."""
+        element is True if the new token sees the key at the cached position. A token sees its own
+        position and all earlier ones; if `window` is not 0, it sees only the last `window` of these
+        positions."""
         here = self.positions.t()[:, None, :, None]
         seen = self._places <= here
         if window:

@@ -171,8 +171,8 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # the gradients of the second uses of tied weights form a shard unit of their own, although
-        # the second uses have no weights of their own
+        # the gradients of the second uses of tied weights form a separate shard unit; this unit has
+        # no weights, because both uses have the same weights
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
@@ -209,9 +209,9 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # Place parameters with weight decay before parameters without. If all parameters have
-            # the same learning rate, the optimizer then updates at most two slices of each shard
-            # unit.
+            # Place parameters with weight decay before parameters without weight decay. If all
+            # parameters have the same learning rate, the optimizer then updates at most two slices
+            # of each shard unit.
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
@@ -288,8 +288,8 @@ def unit_number(units: Sequence[Unit], entry: Entry) -> int:
 
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
-    """Store the position of each parameter in the flat buffer in `entries`, one parameter after the
-    other from `start` on. Return the position after the last parameter."""
+    """Place the parameters in the flat buffer, one after the other from position `start` on, and
+    store their positions in `entries`. Return the position after the last parameter."""
     for name, parameter in parameters.items():
         entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
         start += aligned(parameter.numel())

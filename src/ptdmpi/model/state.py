@@ -8,11 +8,12 @@ kind are either equal on all replicas, or different. The state also contains a f
 
 Code that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of
 logical (undivided) tensors with their values. Each slice has the list of axes along which ranks
-have different slices. Ranks that differ only along other axes have the same values. The form in
-which a rank stores its part of the state may differ between parameters and between kinds. Only this
-module knows this form, with one exception: after the loss of a rank, the surviving ranks send
-`State.flats` unchanged. This is correct, because the receiver of a flat tensor stores the same part
-of the state as the sender.
+have different slices. Ranks that differ only along other axes have the same values.
+
+A rank may store its part of the state differently for different parameters and kinds of state. Only
+this module depends on these differences, with one exception: after the loss of a rank, the
+surviving ranks send the tensors `State.flats` unchanged. This is correct, because sender and
+receiver store the same part of the state in the same way.
 """
 
 import contextlib
@@ -138,7 +139,7 @@ class Kind:
 
 class State:
     """The training state for the parameters of a buffer. The attribute `kinds` has the kinds of
-    state by name. It includes the weights, whereas the argument `kinds` does not.
+    state by name, including the weights. The argument `kinds` has all kinds except the weights.
 
     `borrowed` has the names of parameters of which this rank has a second copy, such as a tied
     table on the last pipeline rank. `differs` has the axes along which replicas have different

@@ -197,7 +197,7 @@ class Block(Computing):
         # inside this context, torch's checkpoint adds its own hooks for the tensors that the layer
         # would save
         return saved_tensors_hooks(
-            # copy this part, because a view would keep the memory of all of x
+            # copy this rank's share of x, because a view would keep the memory of all of x
             lambda x: (self.axis.share(x).clone(), x.shape),
             lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
         )

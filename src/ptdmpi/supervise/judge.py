@@ -27,8 +27,8 @@ class Starts:
     failed_at: int | None = None
 
     def after(self, ended: Ended, step: int) -> "Starts":
-        """Return the updated values after one more start, which ended as `ended` says, with `step`
-        as its last step."""
+        """Return the updated values after one more start. `ended` describes the end of this start,
+        and `step` is its last recorded step."""
         idle = self.idle + 1
         if step > self.furthest:
             idle = 1
@@ -49,7 +49,7 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
     """Decide whether the ranks are restarted. The ranks have ended before the run was complete, and
     `step` is the last recorded step.
 
-    `before` is what was known before the ranks ended. `asked` is True if a stop was requested.
+    `before` describes the earlier starts. `asked` is True if a stop was requested.
     `restarts` is the maximum number of consecutive restarts without a new step; after this number
     of restarts the run ends.
     """

@@ -278,9 +278,9 @@ class Supervisor:
             self.progress.ask_to_save()
 
     def _training(self) -> int:
-        """Return the number of ranks that train now. If ranks were lost and the run has continued
-        without them (`run.on_failure = "shrink"`), it is smaller than the number of started ranks.
-        """
+        """Return the number of ranks that train now. This number is smaller than the number of
+        started ranks if ranks were lost and the run has continued without them (`run.on_failure =
+        "shrink"`)."""
         newest = self.progress.newest()
         if newest.step > self._first_after:
             return newest.ranks

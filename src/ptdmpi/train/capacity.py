@@ -71,9 +71,10 @@ class Memory:
         """Return the choice of kernels `choice`, changed so that the working memory of the kernels
         fits. All ranks must call this method.
 
-        If the memory is too small to keep the attention probabilities for the backward pass, `say`
-        prints this, and the backward pass computes them again. Raises InputError, on every rank, if
-        the kernels convert 16-bit types to float32 and the float32 copies do not fit into memory.
+        If the memory is too small to keep the attention probabilities for the backward pass, the
+        function `say` prints a line about it, and the backward pass computes the probabilities
+        again. Raises InputError, on every rank, if the kernels convert 16-bit types to float32 and
+        the float32 copies do not fit into memory.
         """
         # the kernels on a GPU need no additional memory
         if isinstance(choice, DeviceChoice):

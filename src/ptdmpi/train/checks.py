@@ -164,7 +164,7 @@ def _dataset(path: str, model: ModelConfig | None) -> None:
 
 
 def _verify(path: str) -> None:
-    """Read all shards of a dataset. Raises InputError with one line for each damaged place."""
+    """Read all shards of a dataset. Raises InputError with one line for each damage found."""
     problems = [line for shard in find_shards(path) for line in verify(shard)]
     if problems:
         raise InputError("\n".join(problems))

@@ -106,7 +106,7 @@ class ShardSource:
 
     def _scored(self, datasets: list[Dataset]) -> Sequence[Samples]:
         """Return the datasets as sources of samples. If a dataset has stored outputs of a model,
-        they are a part of its identity."""
+        the hash of the source covers these outputs, too."""
         return [
             ScoredSamples(dataset, self._scores[dataset]) if dataset in self._scores else dataset
             for dataset in datasets

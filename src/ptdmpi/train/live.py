@@ -46,7 +46,7 @@ class Handover:
     was recorded, validated and saved; otherwise None. `answer` describes the data on which the live
     state was trained, and the data with which the run continues. `lost` is True if the loop starts
     after a loss of ranks but no live state exists. `unwritten` maps the name of a file to lines
-    that a disk error has kept from being written; it is None without live state.
+    that could not be written because of a disk error; it is None without live state.
     """
 
     resume: str
@@ -153,7 +153,7 @@ def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: 
     after `step` to this rank. If a rank already has the state that it needs, it is its own source.
 
     Rank `order[i]` gets position i of the grid. If several ranks have the same part of the state,
-    they share the work of sending it.
+    the ranks that need it are divided among them.
     """
     ways = []
     holders = _after(accounts, step)

@@ -24,9 +24,10 @@ from ptdmpi.plan.shape.codes import MOST_ELEMENTS
 
 
 def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
-    """Return one number for each part of a parameter that the tensor axis divides: how many
-    neighbouring lines of this part are on one rank in every legal layout. `most_tensor` is the
-    largest legal size of the tensor axis; every legal size divides this number."""
+    """Return the number of neighbouring lines that are on one rank in every legal layout, for each
+    part (such as query, key and value) of a parameter. The result is empty if the tensor axis does
+    not divide the parameter. `most_tensor` is the largest legal size of the tensor axis; every
+    legal size divides this number."""
     split = declaration.split
     if split is None:
         return ()

@@ -142,7 +142,7 @@ class Decentralized(DataParallel):
             # The weights of all modules are views of one flat tensor, and share its version
             # counter. If this loop changed the weights of a later module, autograd would report
             # that it has also changed the weights of earlier modules, which are saved for the
-            # backward. `.data` avoids this, because it has its own version counter.
+            # backward. `.data` avoids this, because its result has a separate version counter.
             for own in part.data.split(BUCKET_ELEMENTS):
                 exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
                 self._under_way.append(exchange)

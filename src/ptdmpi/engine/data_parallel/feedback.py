@@ -26,8 +26,8 @@ PURPOSE = 1_000_003
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles of the gradients in one step, with the objects that compress and send these tiles,
-    and with their error-feedback state."""
+    """Some tiles (blocks of parameters, see `compress.units`) of the gradients in one step, with
+    the objects that compress and send these tiles, and with their error-feedback state."""
 
     batch: TileBatch
     state: State

@@ -81,9 +81,9 @@ class DataParallel(OpHook):
         self.kinds: Mapping[str, Kept] = {}
 
     def begin_step(self) -> None:
-        """Prepare a step, before the gradients are set to zero and the first op begins. Discard the
-        values that the method has stored in an earlier step without a call of `reduce`, for example
-        a step that only searched for values that are not finite."""
+        """Prepare a step, before the gradients are set to zero and the first op begins. An earlier
+        step may have ended without a call of `reduce`, for example a step that only searched for
+        values that are not finite; discard the values that the method has stored in such a step."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Call `leaf` if the gradient of a microbatch is complete. If the backward of a microbatch

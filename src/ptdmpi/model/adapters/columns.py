@@ -1,5 +1,5 @@
-"""A function that selects the adapters of a linear layer for a matrix product that computes only
-some outputs of the layer."""
+"""The selection of adapters: if a matrix product computes only some outputs of a linear layer, only
+the adapters of these outputs are applied."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -12,16 +12,16 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 
 
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
-    """Return those of `adapters` that change the outputs `columns` of a linear layer, for a product
-    that computes only these outputs. The returned adapters are copies with the same parameters.
-    Their column numbers count from `columns.start`."""
+    """Return the adapters that change the outputs `columns` of a linear layer. They are applied to
+    the result of a product that computes only these outputs. The returned adapters are copies with
+    the same parameters. In the copies, output `columns.start` of the layer has the number 0."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 
 
 def _moved(adapter: Adapter, first: int) -> Adapter:
-    """Return a copy of `adapter` with the same parameters, whose column numbers count from the
-    column `first` of the linear layer."""
+    """Return a copy of `adapter` with the same parameters. In the copy, column `first` of the
+    linear layer has the number 0."""
     moved = copy(adapter)
     moved.columns = slice(adapter.columns.start - first, adapter.columns.stop - first)
     return moved

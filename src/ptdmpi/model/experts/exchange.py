@@ -40,8 +40,8 @@ class Dispatch(Protocol):
     This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
     each with j weights: j = 1 if rows are sent to the ranks of their experts, because a row is then
     sent once for each expert, and j = k otherwise. `held` has the rows of each expert of this rank;
-    the expert numbers in `held` count from this rank's first expert. `counts` has the numbers of
-    rows that ranks send to each other, or is None if nothing is sent."""
+    in `held`, this rank's first expert has the number 0. `counts` has the numbers of rows that
+    ranks send to each other, or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None

@@ -6,9 +6,10 @@ experts' numbers, so it does not depend on other tokens, or on how the batch is 
 tensor axis divides the width of each expert, or experts are whole and each tensor rank routes its
 own tokens (`tokens.py`). If the tensor axis divides the experts, each tensor rank computes partial
 outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in
-these partial gradients, so the router needs no message of its own in the layer. Its contribution to
-the input's gradient is summed over the tensor ranks together with the contribution of the experts.
-The gradient of its weight is summed at the end of a step, together with other partial gradients.
+these partial gradients, so the layer sends no additional message for the router. The router's
+contribution to the input's gradient is summed over the tensor ranks together with the contribution
+of the experts. The gradient of the router's weight is summed at the end of a step, together with
+other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
 rows (activations of one token each) that all ranks send to this expert. If the results can be

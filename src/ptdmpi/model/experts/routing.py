@@ -137,9 +137,9 @@ class SequenceLoads(NamedTuple):
 
 class Chosen:
     """The experts that one layer has chosen for one microbatch, stored for recomputation. If the
-    recomputation chose experts anew, it might choose others, because recomputed scores may differ
-    in the last bit. `indices` is None until the experts are chosen. `losses` has the router's
-    losses by name, if they contribute to the gradient."""
+    recomputation chose experts anew, it might choose different experts, because recomputed scores
+    may differ in the last bit. `indices` is None until the experts are chosen. `losses` has the
+    router's losses by name, if they contribute to the gradient."""
 
     def __init__(self) -> None:
         self.indices: Tensor | None = None

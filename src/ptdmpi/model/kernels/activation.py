@@ -27,10 +27,10 @@ from ptdmpi.plan.layer.elementwise import Activate
 # The number of elements in a chunk of rows. The second implementation needs four float32 tensors
 # for a chunk, which take 2 MiB in all.
 CHUNK_ELEMENTS = 1 << 17
-# For tensors with fewer elements than this number, PyTorch's implementation is used, because the
-# second implementation would lose as much time by starting ten kernels instead of one as it saves.
+# PyTorch's implementation is used for tensors with fewer elements than this number. For such
+# tensors, the second implementation saves no time, because it starts ten kernels instead of one.
 # From this number of elements on, the memory for a chunk is not larger than the gradient, which the
-# backward needs anyway.
+# backward allocates in any case.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
 # below 1. In 16-bit types, the derivative is therefore multiplied by this factor before it is

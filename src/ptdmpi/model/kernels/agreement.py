@@ -182,8 +182,8 @@ def agreed(
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
     """Return the host kernels that all ranks use: those that the run has used before (`known`), or
-    else the fastest kernels of rank 0. If some rank lacks a kernel, it is replaced by PyTorch's
-    kernel, or by products in float32, which every rank has."""
+    else the fastest kernels of rank 0. A kernel that some rank lacks is replaced by one that every
+    rank has: by PyTorch's kernel or, for products of 16-bit types, by products in float32."""
     dtype = place.dtype
     mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]

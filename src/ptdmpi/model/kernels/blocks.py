@@ -141,9 +141,9 @@ def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, T
     gradients to the gradients of all keys that it sees.
 
     If a run of consecutive queries does not start at the first position of its document, every
-    query of the run sees all keys before the run. These keys are therefore handled first, without a
-    mask, for blocks of up to `EARLIER_BLOCK` queries. The keys of the run itself are handled
-    afterwards, for blocks of `QUERY_BLOCK` queries.
+    query of the run sees all keys before the run. The blocks for these keys therefore come first,
+    without a mask, with up to `EARLIER_BLOCK` queries each. The blocks for the keys of the run
+    itself follow, with `QUERY_BLOCK` queries each.
     """
     scores = seen.scores
     if not scores.causal or scores.window:

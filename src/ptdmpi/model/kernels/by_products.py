@@ -23,9 +23,9 @@ BLOCK_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The settings for attention by products: the rules for the keys that queries see, the chosen
-    form of the products (`how`), the kernels of matrix products, and whether the log-sum-exp is
-    requested."""
+    """The settings for attention by products: the rules for the keys that queries see (`seen`), the
+    options such as the block size (`how`), the kernels of matrix products, and whether the
+    log-sum-exp is requested."""
 
     seen: Sight
     how: AttentionByProducts
@@ -140,8 +140,8 @@ def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
 
 
 def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
-    """Divide the tiles `wholes`, which have all heads, into smaller tiles. Each of these has at
-    least one key head, and as many key heads as BLOCK_SCORES scores allow."""
+    """Divide the tiles `wholes`, which have all heads, into smaller tiles. Each smaller tile has as
+    many key heads as BLOCK_SCORES scores allow, but at least one."""
     group = q.shape[1] // k.shape[1]
     for (rows, _, positions), (_, _, seen), mask in wholes:
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
@@ -156,8 +156,8 @@ def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
 def _weighted(
     q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
 ) -> Iterator[WeightedTile]:
-    """Yield each tile with its attention probabilities in the type of q. A tile is a part of the
-    scores: those of some queries in some heads. If `logsumexp` [b, heads, s] is given, write the
+    """Yield each tile with its attention probabilities in the type of q. A tile has the scores of
+    some queries in some heads. If `logsumexp` [b, heads, s] is given, write the
     log-sum-exp of each query's scores into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -58,10 +58,10 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 
 @dataclass(frozen=True)
 class OneDnnLinears:
-    """The least sizes (positions x inputs x outputs) at which oneDNN's fused call, one kernel for a
-    matrix product and its bias, is used: for x W^T + b (`output`), and for dy W (`input_gradient`).
-    If a size is infinity, the fused call is never used: PyTorch computes the product and then adds
-    the bias."""
+    """The limits for the use of oneDNN's fused call, which is one kernel for a matrix product and
+    its bias. The fused call computes x W^T + b if the size (positions x inputs x outputs) is at
+    least `output`, and dy W if the size is at least `input_gradient`. If a limit is infinity, the
+    fused call is never used: PyTorch computes the product and then adds the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf

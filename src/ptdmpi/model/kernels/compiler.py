@@ -36,7 +36,7 @@ def missing_for_triton() -> str:
 
 
 def settle(constant: Callable[[Callable[..., object]], object]) -> None:
-    """Declare to torch's compiler the functions whose results never change on a machine. `constant`
-    is torch's function that declares one function as constant."""
+    """Declare some functions as constant for torch's compiler, because their results never change
+    on a machine. `constant` is torch's function that declares one function as constant."""
     for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
         constant(answer)

@@ -5,7 +5,8 @@ For a host, one text is stored for each kind of kernel. The text is the name of 
 sizes and words may follow the name, separated by colons:
 
     attention   "library", "library:1024" (one call from 1024 positions on), "products" (in blocks
-                of 128 queries), "products:256:kept" (of 256, probabilities are saved); see WORDS
+                of 128 queries), "products:256:kept" (in blocks of 256 queries; the probabilities
+                are saved for the backward); see WORDS
     linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" from versions that stored
                 no sizes means all sizes
     gelu        "library", "sigmoid"

@@ -31,8 +31,8 @@ class _Part(LinearPass):
     columns: slice
 
     def own(self, rows: Tensor) -> Tensor:
-        """Return those of the `rows` of a weight, of a bias, or of a gradient that compute the
-        outputs `columns`."""
+        """Return the part of `rows` that belongs to the outputs `columns`. `rows` is a weight, a
+        bias or a gradient, with one row for each output of the linear."""
         return rows[self.columns]
 
 

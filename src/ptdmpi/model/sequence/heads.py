@@ -1,6 +1,6 @@
 """Attention in which each context rank computes some of the heads. Before attention, the ranks of
-the context axis exchange activations, so that each rank has all positions of a part of the heads
-(Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.1).
+the context axis exchange activations. After the exchange, each rank has some of the heads, at all
+positions (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.1).
 
 Each head is computed completely on one rank, so the result is bitwise equal to the result without
 context parallelism.

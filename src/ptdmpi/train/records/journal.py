@@ -53,8 +53,8 @@ class Journal:
 
         `wire_bytes` and `wire_messages` in the record are the bytes and messages that rank 0 has
         sent in this step, for each group of ranks and each kind of message. (After a loss of ranks,
-        rank 0 may be another process than before.) The remaining time is estimated from `usual_s`,
-        the usual duration of a step in seconds.
+        rank 0 may be a different process.) The remaining time is estimated from `usual_s`, the
+        usual duration of a step in seconds.
         """
         if self.directory is None or self.rates is None:
             return

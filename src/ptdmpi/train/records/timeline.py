@@ -11,7 +11,7 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.watch.stopwatch import Stopwatch
 
-RECENT_STEPS = 20  # the timeline shows one of this number of last steps
+RECENT_STEPS = 20  # number of last steps, one of which the timeline shows
 
 
 class StepSpans(NamedTuple):

@@ -16,7 +16,8 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.model.kernels import USUAL
 
 TRIALS = 5
-TRIAL_S = 2e-3  # seconds; a trial repeats shorter work until the trial takes about this long
+# the duration of a trial in seconds; if the work is shorter, the trial repeats it
+TRIAL_S = 2e-3
 MOST_REPEATS = 200
 
 

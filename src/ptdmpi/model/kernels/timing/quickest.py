@@ -184,7 +184,7 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
     """Time the kernels of linears. Return the entry of the kernel table: for each kind of matrix
-    product, the size from which on oneDNN is faster than PyTorch's own product."""
+    product, the smallest size from which on oneDNN is always faster than PyTorch's own product."""
     entry: dict[str, Any] = {}
     words = []
     able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)

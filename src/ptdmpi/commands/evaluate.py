@@ -98,7 +98,8 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _class_line(name: str, scores: dict[str, Any]) -> str:
-    """Return the accuracy on the items of one class, or "-" for a class without items."""
+    """Return a line with the accuracy on the items of one class, or with "-" if no item has this
+    class."""
     accuracy = "-" if scores["accuracy"] is None else f"{scores['accuracy']:.4f}"
     shown = f"{accuracy} of {scores['items']:,}"
     return f"  {f'accuracy of {name}':<28} {shown:>16}"

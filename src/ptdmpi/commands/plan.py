@@ -184,8 +184,9 @@ def command(
 
 
 def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool) -> None:
-    """Print the predicted step time, memory and traffic of a configuration, without starting a run.
-    Raise InputError if the command line has an option that only the search for layouts uses."""
+    """Print the preview of a configuration (data, sizes, memory, step time and first batch). No run
+    is started. Raise InputError if `config` is the name of a preset, or if the command line has an
+    option that only the search for layouts uses."""
     if str(config) in model_presets() and not config.exists():
         raise InputError(
             f"{config} is a preset, not a configuration file; for its layouts: ptdmpi plan --model "

@@ -92,10 +92,11 @@ def _print_timelines(timelines: list[Timeline]) -> None:
 def _written(
     loaded: report.RecordedRun, foreseen: Timeline | None, output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Write the pictures and the trace of a run. Return the paths of the written files, and a line
-    for each file that could not be written. By default, an error does not end the command, because
-    another user's run is often read-only. But raise InputError if the directory `output` was given
-    and cannot be written.
+    """Write the pictures and the trace of a run. Return two lists: the paths of the written files,
+    and a line that says why no pictures could be written. One of them is empty.
+
+    By default, an error does not end the command, because another user's run is often read-only.
+    But raise InputError if the directory `output` was given and cannot be written.
     """
     try:
         return report.write(loaded, foreseen, output or loaded.path), []

@@ -78,8 +78,8 @@ def command(
 def _submit(scheduler: str, file: Path, script: str) -> None:
     """Write the script to `file`, submit it to the scheduler, and print the scheduler's output.
 
-    Raise InputError if the scheduler's command is not installed, or if the scheduler refuses the
-    job.
+    Raise InputError if the scheduler's command is not installed, if `file` cannot be written, or if
+    the scheduler refuses the job.
     """
     program, *options = SUBMIT[scheduler]
     if which(program) is None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ptdmpi.convert.deepseek.reference import expert_shares, latent_attention
 
-Get = Callable[[str], Tensor]  # a function that returns the tensor with a name (without prefix)
+# a function that returns the tensor with a given name; the name has no prefix such as "model."
+Get = Callable[[str], Tensor]
 Json = Mapping[str, Any]
 
 
@@ -70,7 +71,8 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     """Return the logits [prompts, tokens, vocabulary], or the scores of a task's head, of LLaMA
     (Touvron et al. 2023), Mistral (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al.
-    2024, 2025), OLMoE (Muennighoff et al. 2024) and Gemma 2 (Gemma Team 2024)."""
+    2024, 2025), OLMoE (Muennighoff et al. 2024), Gemma 2 (Gemma Team 2024) and DeepSeek-V3
+    (DeepSeek-AI 2024)."""
     eps = config.get("rms_norm_eps", 1e-6)
     gemma = config["model_type"] == "gemma2"
     table = get("embed_tokens.weight")

@@ -11,18 +11,20 @@ STAGES = (0, 1, 2, 3)
 
 
 def covers_state(zero: int) -> bool:
-    """Return True if stage `zero` shards the optimizer's state. A group of one rank shards
-    nothing."""
+    """Return True if stage `zero` shards the optimizer's state, provided that the shard group has
+    several ranks."""
     return zero >= 1
 
 
 def covers_gradients(zero: int) -> bool:
-    """Return True if stage `zero` shards the gradients. A group of one rank shards nothing."""
+    """Return True if stage `zero` shards the gradients, provided that the shard group has several
+    ranks."""
     return zero >= 2
 
 
 def covers_weights(zero: int) -> bool:
-    """Return True if stage `zero` shards the weights. A group of one rank shards nothing."""
+    """Return True if stage `zero` shards the weights, provided that the shard group has several
+    ranks."""
     return zero >= 3
 
 

@@ -106,8 +106,8 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
 
 
 def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
-    """Return the object that predicts step times for a resolved configuration. `cluster` is the
-    name of a cluster or the path of a cluster file.
+    """Return the object that predicts step times for a complete configuration (a result of
+    `resolve`). `cluster` is the name of a cluster or the path of a cluster file.
 
     Raise InputError if the cluster cannot be used.
     """

@@ -154,8 +154,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
     """Return the effect of each change of the machine on the step time, for two layouts: the layout
-    that is best before the change, and the layout that is best after the change. `pod_nodes` is
-    explained in `machines`."""
+    that is best before the change, and the layout that is best after the change. `pod_nodes` is the
+    number of nodes in a pod of a network with two tiers; None leaves out such networks."""
     changes: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
         note(f"ptdmpi ask: {name}")

@@ -4,8 +4,8 @@ of memory.
 Parameters are counted from the same list of operators from which the model is built
 (`plan.shape.parameters`). Activations are counted by `plan.cost.stage_memory`. The number of
 microbatches in flight comes from the schedule's own order (`plan.schedule.flight`). Sharded state
-is counted as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 5). If gradients are summed in a
-half type, a float32 copy of the gradient is added. With S shards and 16-bit weights, a parameter
+is counted as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 5). If gradients are summed in
+fp16 or bf16, a float32 copy of the gradient is added. With S shards and 16-bit weights, a parameter
 takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
@@ -135,8 +135,9 @@ class MemoryModel:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "MemoryModel":
-        """Return the memory model for a training on `nodes` nodes. `wide_products` and `kept_block`
-        are explained in `Software`."""
+        """Return the memory model for a training on `nodes` nodes. `wide_products` is True if
+        matrices in fp16 and bf16 are multiplied in float32. `kept_block` is the number of queries
+        in a block whose attention probabilities are kept for the backward; 0 if none are kept."""
         named = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
@@ -369,7 +370,7 @@ class MemoryModel:
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
         """Return four sizes in bytes for one parameter: the sizes of its weight, its gradient, the
-        gradient's float32 copy (0 unless gradients are summed in a half type), and its optimizer
+        gradient's float32 copy (0 unless gradients are summed in fp16 or bf16), and its optimizer
         state, including the master weight if that is separate."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
@@ -441,10 +442,10 @@ def _beside(
 
     The result is the larger of two amounts. The first amount is needed during a backward
     (`working`, `beside_bytes`, and sums of gradients in the tree of `run.reproducible`). The second
-    amount is needed after the last backward, by messages of data-parallel ranks, by the tree, or by
-    an update of whole matrices; the memory of the activations is free then. If the messages overlap
-    with the forwards, their memory is added to the first amount. The copies of neighbours' weights
-    in decentralized training (`copies_bytes`) are added."""
+    amount is needed after the last backward, by messages of data-parallel ranks, by the sums in
+    this tree, or by an update of whole matrices; the memory of the activations is free then. If the
+    messages overlap with the forwards, their memory is added to the first amount. The copies of
+    neighbours' weights in decentralized training (`copies_bytes`) are added."""
     rank, microbatches = at
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)

@@ -158,8 +158,9 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Return, for each kind of message, the approximate bytes of the codes that one of `n` ranks
-    exchanges in a step. The bytes are counted as in `ptdmpi.base.traffic`."""
+    """Return the approximate bytes of the codes that one of `n` ranks exchanges in a step, by kind
+    of message. For an all-gather and an all-reduce, the result has the bytes of the whole tensor
+    (`ptdmpi.base.traffic`)."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # a rank sends its code to each neighbour
@@ -171,9 +172,9 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
 
 
 def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
-    """Return the bytes that a data rank sends in a step, as the mean over steps and ranks. The
-    bytes are counted as in `ptdmpi.base.traffic`. Messages that average the optimizer's moments are
-    not counted."""
+    """Return the bytes that a data rank sends in a step, as the mean over steps and ranks. For
+    example, an all-reduce of x bytes over n ranks counts 2 x (n - 1) / n bytes
+    (`ptdmpi.base.traffic`). Messages that average the optimizer's moments are not counted."""
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
         case "parameter_server":
@@ -348,7 +349,7 @@ class MethodTimes(StepTimes):
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:
-        """Replace the data axis of `StepTimes` with one for the method. The arguments are explained
-        in `StepTimes`."""
+        """Make a `StepTimes` object, and replace its times of the data axis with those of the
+        method. The arguments are those of `StepTimes`."""
         super().__init__(cluster, model, precision, method)
         self.data = MethodAxis(self.machine, model, method)

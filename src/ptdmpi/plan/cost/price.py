@@ -114,8 +114,10 @@ class Pricer:
         *,
         method: RunMethod | None = None,
     ) -> "Pricer":
-        """Return the pricer of a training with a global batch of `batch` sequences. `method` is
-        explained in `StepTimes`. Raises InputError if the device has no peak for `precision`."""
+        """Return the pricer of a training with a global batch of `batch` sequences. `method` is the
+        data-parallel method, with the properties of the optimizer; by default, the ranks sum their
+        gradients, and the optimizer is AdamW. Raises InputError if the device has no peak for
+        `precision`."""
         return cls(StepTimes(cluster, model, precision, method), batch)
 
     def keeping_free(self, share: float) -> "Pricer":

@@ -53,8 +53,10 @@ class Step:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "Step":
-        """Return the `Step` of a resolved configuration on `nodes` nodes. `wide_products` and
-        `kept_block` are explained in `Software`, and `on_host` in `MemoryModel`."""
+        """Return the `Step` of a complete configuration (a result of `resolve`) on `nodes` nodes.
+        `wide_products` is True if matrices in fp16 and bf16 are multiplied in float32. `kept_block`
+        is the number of queries in a block whose attention probabilities are kept for the backward;
+        0 if none are kept. `on_host` is True if the model is trained on CPUs."""
         memory = MemoryModel.of(
             config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block, nodes=nodes
         )

@@ -82,7 +82,7 @@ class StepTraffic:
 
     @classmethod
     def of_config(cls, config: Config, vocab_size: int) -> "StepTraffic":
-        """Return the traffic of one step of a resolved configuration."""
+        """Return the traffic of one step of a complete configuration (a result of `resolve`)."""
         return cls(
             Model(config.run.name, config.model, vocab_size),
             config.layout,
@@ -151,8 +151,8 @@ class StepTraffic:
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
         """Return the traffic over the tensor axis: activations, partial gradients, norms, and
-        slices of the matrices that the optimizer updates as wholes. `norms` is explained in
-        `_norms`."""
+        slices of the matrices that the optimizer updates as wholes. `norms` is the number of norms
+        that the step computes."""
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
@@ -246,7 +246,9 @@ class StepTraffic:
         return tally
 
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
-        """Return the traffic of gradients and weights, by group. For the arguments see `of`.
+        """Return the traffic of gradients and weights, by group. `rank`, `shard` and `data` are the
+        coordinates of a rank on the pipeline axis, in its shard group and on the data axis. `step`
+        is counted from 0.
 
         Each rank has psi gradients and psi weights. The last column of the following table is the
         number of elements that a rank sends in a step of one microbatch if there are many ranks

@@ -72,11 +72,12 @@ class UpdateTimes:
     def _update_bytes(self) -> list[int]:
         """Return the bytes per parameter that each kernel of the update moves.
 
-        There are up to six kernels: they convert the gradient to float32 (if it is in a half type),
-        divide it by the loss scale (in fp16), compute the norm, scale the gradient to clip it, run
-        the optimizer, and copy the master weight to the weight (if it is in a half type). The
-        optimizer's kernel reads gradient, master weight and moments, and writes master weight and
-        moments. In all, it moves 7 float32 numbers per parameter for AdamW and 3 for SGD.
+        There are up to six kernels: they convert the gradient to float32 (if it is in fp16 or
+        bf16), divide it by the loss scale (in fp16), compute the norm, scale the gradient to clip
+        it, run the optimizer, and copy the master weight to the weight (if the weight is in fp16 or
+        bf16). The optimizer's kernel reads gradient, master weight and moments, and writes master
+        weight and moments. In all, it moves 7 float32 numbers per parameter for AdamW and 3 for
+        SGD.
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]

@@ -196,8 +196,8 @@ class Attend(Operator):
 
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
         """Yield the kernels that compute the outputs of the heads from queries, keys and values,
-        or, if `backward` is True, the kernels of the backward. If scores are capped, the kernels
-        are not fused."""
+        or, if `backward` is True, the kernels of the backward. If the scores have a soft cap, the
+        kernels are not fused."""
         if _in_ring(sizes):
             yield from RingCore(sizes).kernels(seen_share(sizes), backward)
             return

@@ -122,8 +122,8 @@ def kept_probabilities(sizes: Sizes) -> int:
 
 
 def capped_block_bytes(sizes: Sizes) -> int:
-    """Return the working bytes of attention with capped scores, for one block of queries with all
-    keys.
+    """Return the working bytes of attention with a soft cap on the scores, for one block of queries
+    with all keys.
 
     Five tensors with one element for each score are counted. Four of them are in float32 or
     float64: the scores, their tanh and the gradients of both. The fifth tensor, the attention
@@ -218,7 +218,7 @@ class GatherKeys(_Exchange):
 class _Dealing(_Exchange):
     """An all-to-all before or after the attention core. The all-to-all before the core exchanges
     all heads at a rank's own positions for some of the heads at all positions. The all-to-all after
-    the core does the reverse. Only the method "ulysses" needs them.
+    the core does the reverse. Only the method "ulysses" needs these two all-to-alls.
 
     In the core, each of c context-parallel ranks has 1/c of the heads at all positions (Jacobs et
     al. 2023, arXiv 2309.14509, section 3.1).
@@ -372,9 +372,9 @@ class RingCore:
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
         """Yield the messages of one phase (forward, backward, or a part of a split backward).
-        `seen` is explained in `kernels`. Each block of keys and values visits all other
-        context-parallel ranks. In a backward, the gradients of the block follow the block, and in
-        the end return to the rank that owns it.
+        `seen` is the fraction of the scores that lie in the sliding window. Each block of keys and
+        values visits all other context-parallel ranks. In a backward, the gradients of the block
+        follow the block, and in the end return to the rank that owns it.
 
         The matrix products of a visit overlap with the messages of the next visit. In a backward,
         the products that compute scores overlap with the messages of keys and values, and all other

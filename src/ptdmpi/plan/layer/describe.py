@@ -418,7 +418,7 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
 
 def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
     """Return the operators that BERT has before its output head: linear layer, GELU and norm
-    (Devlin et al. 2019). If `trains` is False, they are frozen."""
+    (Devlin et al. 2019). If `trains` is False, the weights of these operators are frozen."""
     h = model.hidden
     dense = Linear(h, (h,), model.head_bias, model.init_std, trains=trains)
     norm = norm_part(model, sees="all", trains=trains)
@@ -440,7 +440,7 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
 def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
     """Return the operators that predict whether two segments are in their original order: the
     pooler, a linear layer with two logits, and the loss (Lan et al. 2020, arXiv 1909.11942). If
-    `trains` is False, they are frozen."""
+    `trains` is False, the weights of these operators are frozen."""
     h, std = model.hidden, model.init_std
     pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
     order = Linear(h, (2,), model.head_bias, std, trains=trains)

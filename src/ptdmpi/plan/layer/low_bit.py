@@ -1,6 +1,6 @@
 """The format of quantized matrices (a code for each element, and a float32 scale for each block of
 a row), and its sizes in bytes. The module also counts the kernels and the memory that are needed to
-round the operands of matrix products to 8-bit floating point. It does not need torch."""
+round the operands of matrix products to 8-bit floating point. The module does not need torch."""
 
 import itertools
 import math

@@ -164,8 +164,8 @@ def weight_gradient(
 ) -> Iterator[Kernel]:
     """Yield the matrix product that computes the gradient of a weight [outputs, inputs] over `rows`
     rows, and the kernel that adds the gradient to the sum of gradients. `weights` is the number of
-    equally large weights whose gradients are computed one after the other. `of_codes` is explained
-    in `MatrixProduct`.
+    equally large weights whose gradients are computed one after the other. `of_codes` is True if
+    the operands are 8-bit codes with one scale for each matrix.
 
     The adding kernel reads the gradient, and reads and writes the sum. There is no adding kernel if
     the matrix product adds to the sum in place. This is possible only if the gradient and the sum

@@ -382,8 +382,8 @@ class Multiply(Operator):
 
     def _scaled_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the elementwise products whose sum over the rows is the gradient of
-        the widest (IA)^3 scale. The products are computed in float32 or float64. In half types, one
-        operand is converted to float32; on a CPU, both operands are converted."""
+        the widest (IA)^3 scale. The products are computed in float32 or float64. In fp16 and bf16,
+        one operand is converted to float32; on a CPU, both operands are converted."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host
@@ -432,8 +432,8 @@ def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> M
 
 def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
     """Return the bytes of the float32 copies of the operands and the result of a matrix product, if
-    products of half types are computed in float32; otherwise return 0. `shape` is (inputs, outputs)
-    of the weight."""
+    products in fp16 and bf16 are computed in float32; otherwise return 0. `shape` is (inputs,
+    outputs) of the weight."""
     if sizes.operand_bytes == sizes.compute_bytes:
         return 0
     inputs, outputs = shape

@@ -22,11 +22,11 @@ Rows = Literal["whole", "local", "predicted", "samples"]
 class Sizes:
     """The sizes of a model on one rank of a layout, for one microbatch.
 
-    `precision` is the compute type, for example "bf16" or "fp32". `software` is the program that
-    runs the model, and `on_host` is True if it runs on the host's processor. `predictions` is the
-    number of positions of a sample that the head predicts; if it is None, the number follows from
-    the default fraction. If `by_source` is True, experts compute the tokens of each source rank
-    separately (`Layout.computes_by_source`).
+    `precision` is the compute type, for example "bf16" or "fp32". `software` describes the training
+    program, and `on_host` is True if the model runs on a CPU. `predictions` is the number of
+    positions of a sample that the head predicts; if it is None, the number follows from the default
+    fraction. If `by_source` is True, experts compute the tokens of each source rank separately
+    (`Layout.computes_by_source`).
     """
 
     model: ModelConfig

@@ -19,7 +19,7 @@ Row = Mapping[int, Fraction]  # rank -> weight above 0, ascending in rank
 
 class Topology(ABC):
     """A sequence of graphs over `size` ranks, one graph for each step. The sequence repeats after
-    `period` steps. If `period` is None, it never repeats."""
+    `period` steps. If `period` is None, the sequence never repeats."""
 
     period: int | None = 1
 

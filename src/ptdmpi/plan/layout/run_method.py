@@ -57,7 +57,8 @@ class RunMethod:
 
     @classmethod
     def of(cls, config: Config, nodes: int = 1) -> "RunMethod":
-        """Return the method of a resolved configuration that runs on `nodes` nodes."""
+        """Return the method of a complete configuration (a result of `resolve`) that runs on
+        `nodes` nodes."""
         return cls(
             config.data_parallel,
             moments=config.optimizer.numbers,

@@ -146,8 +146,8 @@ def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[
     layers of each of these stages, in order. `given` has the work of all other stages, which get no
     layers here.
 
-    The layers that remain after an even division go to the ranks with the least work. On each rank
-    they go to its first stages.
+    The layers that remain after an even division go to the ranks with the least work. On each rank,
+    these layers go to its first stages.
     """
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))

@@ -106,7 +106,7 @@ def topology(name: str, size: int, seed: int = 0) -> Topology:
 
 def file_ranks(section: DataParallelConfig) -> int | None:
     """Return the number of data ranks in the file of edges that the section names as its topology.
-    Return None if it names no file.
+    Return None if the topology is not a file.
 
     Raises InputError if the file does not exist.
     """
@@ -117,7 +117,7 @@ def file_ranks(section: DataParallelConfig) -> int | None:
 
 def file_sha256(section: DataParallelConfig) -> str | None:
     """Return a checksum of the edges in the file that the section names as its topology. Return
-    None if it names no file.
+    None if the topology is not a file.
 
     Raises InputError if the file does not exist.
     """

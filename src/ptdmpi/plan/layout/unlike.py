@@ -53,7 +53,8 @@ def _least_most(sums: Sequence[float], count: int, head: float) -> float:
 def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list[int] | None:
     """Return the lowest possible end (the number of the layer after its last layer) of each of
     `count` stages, if no stage may have more work than `most`. Return None if no such split exists.
-    Stages are filled from the last to the first. For the arguments see `_least_most`."""
+    Stages are filled from the last to the first. `sums[i]` is the work of the first i layers
+    together, and `head` is the work of the head."""
     layers = len(sums) - 1
     ends = [layers]
     room = most - head
@@ -71,7 +72,8 @@ def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list
 def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[int]:
     """Return the end of each stage: the number of the layer after its last layer. No stage has more
     work than `most`. For each k, the first k stages together have about the fraction k / `count` of
-    all work. For the arguments see `_least_most`."""
+    all work. `sums[i]` is the work of the first i layers together, and `head` is the work of the
+    head."""
     lowest = _lowest(sums, count, head, most)
     assert lowest is not None
     layers, whole = len(sums) - 1, sums[-1] + head
@@ -92,11 +94,11 @@ def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[i
 def _even_ranks(
     works: Sequence[float], placed: Placement, head: float, ends: list[int], *, fixed: int
 ) -> None:
-    """Move single layers between neighbouring stages. `works` and `head` are explained in
-    `split_unlike`. `ends` has the number of the layer after each stage's last layer, and is changed
-    in place. A layer is moved if this lowers the largest work of a rank, or if it leaves this
-    maximum unchanged and lowers the largest work of a stage. The ends of the first `fixed` stages
-    do not change."""
+    """Move single layers between neighbouring stages. `works` has the work of each layer, and
+    `head` is the work of the head, which is on the last stage. `ends` has the number of the layer
+    after each stage's last layer, and is changed in place. A layer is moved if this lowers the
+    largest work of a rank, or if it leaves this maximum unchanged and lowers the largest work of a
+    stage. The ends of the first `fixed` stages do not change."""
     sums = [0.0, *itertools.accumulate(works)]
 
     def cost() -> tuple[float, float]:

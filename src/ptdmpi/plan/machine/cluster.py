@@ -117,8 +117,8 @@ class Software(FrozenTable):
     output in memory until the backward pass. `adds_in_place`: matrix products add to the gradients
     of weights in place, and an embedding adds only the rows that were looked up.
     `tied_gradients_apart`: if one rank has both the first and the last stage, a tied table has a
-    separate gradient for each of the two stages. `wide_products`: matrices of half types are
-    converted to float32 before they are multiplied, as on a CPU without instructions for half
+    separate gradient for each of the two stages. `wide_products`: matrices in fp16 and bf16 are
+    converted to float32 before they are multiplied, as on a CPU without instructions for these
     types. `kept_block`: causal attention keeps its probabilities for the backward, in blocks of
     this number of queries; 0 means that the backward computes the probabilities again.
     `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys and values
@@ -209,8 +209,8 @@ class Cluster(FrozenTable):
 
     @property
     def on_host(self) -> bool:
-        """Return True if ranks compute on the host's processor. In this case, the device's memory
-        is the host's memory."""
+        """Return True if ranks compute on the CPU of the host. In this case, the device's memory is
+        the host's memory."""
         return self.measured is not None and not self.measured.asynchronous
 
     def lacks(self, offload: str) -> list[str]:

@@ -301,7 +301,7 @@ V_BUBBLE = Bubble(lambda f, i, w: f, "(p - 1) F / (v m (F + I + W))")
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A kind of schedule.
+    """The properties of a pipeline schedule, such as 1F1B.
 
     For p ranks, v chunks per rank and m microbatches, `generate(rank, stages of the rank, p, m)`
     yields the order of one rank, and `place(stage, p, v)` returns the rank of a stage.

@@ -198,7 +198,7 @@ class Costs:
 
 class OpCosts(Protocol):
     """The interface of the costs with which `execute` simulates a schedule. `Costs` and
-    `plan.cost.pipeline.StageTimes` implement it."""
+    `plan.cost.pipeline.StageTimes` implement this interface."""
 
     def duration_s(self, op: Op) -> float:
         """Return the seconds for which `op` keeps its rank busy."""

@@ -156,7 +156,8 @@ def settled(
 
     Return None if `run.cluster` is not set; the caller must then measure this machine first.
     `vocabulary` is a function that opens the data of a configuration and returns the size of the
-    vocabulary. `as_planned` is explained in `choose`. Raises InputError if no layout fits.
+    vocabulary. If `as_planned` is True, the search keeps some memory free and prefers simple
+    layouts, as `ptdmpi plan` does. Raises InputError if no layout fits.
     """
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)

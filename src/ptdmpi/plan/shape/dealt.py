@@ -89,7 +89,8 @@ class Dealt:
         """Return the largest working memory, in bytes, of the rank's update.
 
         All elements that the rank sends or receives stay in memory while the rank updates its
-        matrices one after the other. `widens` is explained in `matrices.room_bytes`.
+        matrices one after the other. `widens` is True if matrices in fp16 and bf16 are multiplied
+        in float32.
         """
         travels = self.gives.total() + self.takes.total()
         each = [

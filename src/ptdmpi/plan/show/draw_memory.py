@@ -57,8 +57,8 @@ def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span])
 
 
 def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
-    """Write the picture of a layout's memory to `path` (.png or .svg). Raises InputError if it
-    cannot be written."""
+    """Write the picture of a layout's memory to `path` (.png or .svg). Raises InputError if the
+    picture cannot be written."""
     check_picture(path)
     from matplotlib import colormaps
     from matplotlib.figure import Figure

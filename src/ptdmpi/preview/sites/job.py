@@ -29,7 +29,8 @@ MARGIN_MINUTES = 10  # Minutes that are reserved for the last step and its check
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A job of a batch system. `settings` are added to the configuration in the file `config`."""
+    """A training run as a job of a batch system. `settings` are added to the configuration in the
+    file `config`."""
 
     config: Path
     settings: tuple[str, ...]

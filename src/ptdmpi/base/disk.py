@@ -1,6 +1,6 @@
 """Functions that write files so that a crash leaves either the old or the new file, never an
 incomplete file. `start_writing_out` asks the kernel to write a file to the disk early. `open_file`
-and `read` refuse paths that are not regular files. `regular_files` lists a directory tree."""
+and `read_file` refuse paths that are not regular files. `regular_files` lists a directory tree."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""The `mpi` transport (`wire`): MPI sends host tensors as bytes.
+"""The transport `mpi` (see the key `comm.wire`): MPI sends host tensors as bytes.
 
 MPI only sends bytes, and torch computes the sums. Because torch computes the sums, bfloat16 needs
 no MPI type, the terms of every sum are added in ascending order of ranks, and the result does not

@@ -15,11 +15,11 @@ def pair_order(
     is not yet sent: its two ranks have no earlier message to send or receive, so it can always be
     sent.
 
-    Think of the ranks of the group as a ring. Messages are sorted by the distance between their two
-    ranks around this ring. For a given distance, `start` is the one of the two ranks from which
-    `distance` steps upwards lead to the other rank. Among messages of the same distance, those with
-    an even start // distance come first. In this order, a message in a ring, a grid or an
-    exponential graph waits for few other messages, and not for a chain of messages around the ring.
+    Think of the ranks of the group as a ring. Messages are sorted by the distance `apart` between
+    their two ranks around this ring. Of the two ranks, `start` is the one from which `apart` steps
+    upwards lead to the other rank. Among messages of the same distance, those with an even
+    `start // apart` come first. In this order, a message in a ring, a grid or an exponential graph
+    waits for few other messages, and not for a chain of messages around the ring.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:

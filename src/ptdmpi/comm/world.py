@@ -338,5 +338,6 @@ def fail_together(world: World) -> Iterator[None]:
 
 def _is_of_output(error: OSError) -> bool:
     """Return True if `error` comes from a write to stdout or stderr: the program that reads the
-    output has ended, or the disk is full or broken. Errors of other files have a file name."""
+    output has ended, or the disk is full or broken. An error of any other file contains the name of
+    this file."""
     return error.filename is None and error.errno in OUTPUT_ERRORS

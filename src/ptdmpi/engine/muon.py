@@ -70,9 +70,9 @@ def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
 
 
 def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str, frozenset[str]]:
-    """Return the kinds of optimizer state that only some parameters have, as kind -> names of these
-    parameters. With Muon, the matrices of layers have a momentum, and all other parameters have the
-    moments of AdamW. Without Muon the result is empty."""
+    """Return the kinds of optimizer state that only some parameters have, as a dict: kind -> names
+    of these parameters. With Muon, the matrices of layers have a momentum, and all other parameters
+    have the moments of AdamW. Without Muon the result is empty."""
     if not config.has_matrices:
         return {}
     matrices = frozenset(n for n, entry in buffer.entries.items() if is_matrix(config, entry))

@@ -47,8 +47,8 @@ class ScaleHistory:
                     self._mine[name] = module.delayed
 
     def begin(self) -> None:
-        """Set the scales of each linear of this rank. The scales follow from the exponents that the
-        state stores."""
+        """Set the scales of each linear of this rank. The scales are computed from the exponents
+        that the state stores."""
         histories = self.state.counters.exponents
         for name, scales in self._mine.items():
             known: dict[Operand, int] = {}

@@ -1,5 +1,5 @@
-"""The history of a run's attempts. It records with which command and settings each step was
-trained, and why each attempt ended.
+"""The history of a run's attempts. It records with which configuration, layout and data each step
+was trained, and why each attempt ended.
 
 An attempt is one start of the training program. An attempt appends one line to `history.jsonl` in
 the run directory when it begins to train, and one line when it ends. If an attempt was killed, its

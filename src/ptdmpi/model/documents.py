@@ -22,11 +22,10 @@ class Documents:
 
     `numbers` [b, s] has the number of each token's document within its sequence. `positions` [s, b]
     has the position of each token in its document, from 0 on. `pieces` has (sequence, begin, end)
-    of all documents, sequence by sequence. This list is on the host, because the host divides the
-    computation by documents. `offsets` int32 [documents + 1] is for all sequences concatenated: it
-    has the position of each document's first token, and the end of the last document. `longest` is
-    the length of the longest document.
-    """
+    of all documents, sequence by sequence. This list is on the host, because the host calls the
+    kernels of blocked attention for one document at a time. `offsets` int32 [documents + 1] is for
+    all sequences concatenated: it has the position of each document's first token, and the end of
+    the last document. `longest` is the length of the longest document. """
 
     numbers: Tensor
     positions: Tensor

@@ -1,8 +1,8 @@
 """The supervisor of a job. It starts the ranks, and restarts them if some of them are lost.
 
 The supervisor is one process, which starts the launcher and has no training state. After a restart,
-the run continues from a checkpoint, or from copies of the state in the memory of the nodes, which
-remain when the ranks end.
+the run continues from a checkpoint, or from copies of the state in the memory of the nodes. These
+copies remain when the ranks end.
 """
 
 import contextlib

@@ -49,8 +49,8 @@ class Input(NamedTuple):
     positions: Positions = ALL
 
     def sight(self, scores: Scores) -> Sight:
-        """Return the rules for the keys that each query sees, which follow from `scores`, the
-        documents and the positions."""
+        """Return the rules for the keys that each query sees. The rules are determined by `scores`,
+        the documents and the positions."""
         return Sight(scores, self.documents, self.positions)
 
 

@@ -82,9 +82,9 @@ def place_tables(form: LowBit, device: torch.device) -> None:
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
     """Return the scales [rows, columns / block * numbers] of a matrix [rows, columns] in the format
-    `form`, float32. A scale follows from the greatest magnitude of its block or, for uint4, from
-    the least and the greatest value of the block. The scale of int4 has a sign, because int4 has
-    eight levels on one side of zero and seven on the other side. The sign puts the value of
+    `form`, float32. A scale is computed from the greatest magnitude of its block or, for uint4,
+    from the least and the greatest value of the block. The scale of int4 has a sign, because int4
+    has eight levels on one side of zero and seven on the other side. The sign puts the value of
     greatest magnitude on the side with eight levels."""
     # in a 16-bit type, x / scale would be rounded
     wide = torch.promote_types(x.dtype, torch.float32)

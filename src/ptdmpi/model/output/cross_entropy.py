@@ -62,8 +62,8 @@ def _widens(flat: Tensor) -> bool:
 
 
 def widened(chunk: Tensor) -> Tensor:
-    """Return a chunk in float32 or a wider type. The result is the chunk itself if its type is that
-    wide, and a copy otherwise."""
+    """Return a chunk in float32 or a wider type. The result is the chunk itself if its type is
+    float32 or wider, and a float32 copy otherwise."""
     if _widens(chunk):
         return chunk.float()
     return chunk

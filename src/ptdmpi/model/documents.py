@@ -25,7 +25,8 @@ class Documents:
     of all documents, sequence by sequence. This list is on the host, because the host calls the
     kernels of blocked attention for one document at a time. `offsets` int32 [documents + 1] is for
     all sequences concatenated: it has the position of each document's first token, and the end of
-    the last document. `longest` is the length of the longest document. """
+    the last document. `longest` is the length of the longest document.
+    """
 
     numbers: Tensor
     positions: Tensor

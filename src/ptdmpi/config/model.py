@@ -352,8 +352,8 @@ class ModelConfig(Section):
     @property
     def attention_scale(self) -> float:
         """Return the factor by which the products of queries and keys are multiplied before the
-        softmax. Without muP the factor is 1 / sqrt(head size). With muP it is the factor of the
-        base model, multiplied by (head size of the base model / head size). If the key
+        softmax. Without muP the factor is 1 / sqrt(head size). With muP, the result is the factor
+        of the base model, multiplied by (head size of the base model / head size). If the key
         `query_scalar` is set, its value replaces the head size in 1 / sqrt(head size). With
         `rope_mscale` = m the result is multiplied by (0.1 m ln(rope_factor) + 1)^2 (DeepSeek-AI
         2024, V2: arXiv 2405.04434, section 3.1.4)."""

@@ -395,11 +395,11 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     """The section [log]. A run with validation data validates every `validate_every_steps` steps
-    and at its end; with 0 it validates only at its end. `tasks` are files of questions, as for
-    `ptdmpi evaluate --tasks`; with `tasks_every_steps = 0` the questions are evaluated only at the
-    end. `tensorboard`, `wandb` (true means offline) and `mlflow` need the extras of the same names.
-    `notify` are the receivers of messages about the run: "env:NAME" for the web address in the
-    environment variable NAME, or "mailto:ADDRESS".
+    and at its end; with 0, the run validates only at its end. `tasks` are files of questions, as
+    for `ptdmpi evaluate --tasks`; with `tasks_every_steps = 0` the questions are evaluated only at
+    the end. `tensorboard`, `wandb` (true means offline) and `mlflow` need the extras of the same
+    names. `notify` are the receivers of messages about the run: "env:NAME" for the web address in
+    the environment variable NAME, or "mailto:ADDRESS".
     """
 
     every_steps: Free[Positive] = 1

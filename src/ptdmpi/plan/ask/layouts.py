@@ -34,14 +34,14 @@ class LayoutRequest:
 
     If `layout` is given, only this layout is priced, and nothing is searched. `why` is a layout
     that is compared with the best layout. `tokens` is the number of tokens of the whole training.
-    If it is given, the answer has the duration and the rank-hours of the training. `lora` is the
-    rank of LoRA adapters on a frozen model. `base_bits` is the quantized format of the frozen
+    If `tokens` is given, the answer has the duration and the rank-hours of the training. `lora` is
+    the rank of LoRA adapters on a frozen model. `base_bits` is the quantized format of the frozen
     matrices, and `base_block` is the number of elements that share one scale. A search keeps
     `headroom` percent of a device's memory free. If `order` is "simplest", the first layout is the
     simplest among the layouts that are almost as fast as the fastest one. If `order` is "best", the
     first layout is the fastest. If a setting of the layout is None, the search chooses it. If
-    `layout` is given, a setting that is None has the default of `Layout`; only for
-    `sequence_parallel` and `scatter_gather`, the faster choice is taken.
+    `layout` is given, a setting that is None has the default of `Layout`. There are two exceptions:
+    for `sequence_parallel` and `scatter_gather`, the faster value is chosen.
     """
 
     model: str

@@ -14,7 +14,8 @@ rank takes part in these messages:
              units, before its forward and before its backward, but not after the update
 
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 7; groups: Zhao et al. 2023, arXiv 2304.11277,
-section 3.2.2). A unit is the embedding, a layer, or the head; for DeepSpeed of 2021 it is a tensor.
+section 3.2.2). A unit is the embedding, a layer, or the head; for DeepSpeed of 2021, each tensor is
+a unit.
 """
 
 from functools import cache, partial
@@ -113,8 +114,8 @@ class DataAxis:
 
     def behind(self, layout: Layout, elements: float) -> Behind:
         """Return the seconds of messages after the last backward, for a rank with `elements`
-        trained parameters. They include the messages in which the first and the last stage of the
-        pipeline sum the gradients of a tied table."""
+        trained parameters. The result includes the messages in which the first and the last stage
+        of the pipeline sum the gradients of a tied table."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         gradients_s += self._dense_s(layout, elements) + self._experts_s(layout, elements)
         for unit, count in self._units(layout, elements):

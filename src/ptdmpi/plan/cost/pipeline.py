@@ -1,9 +1,9 @@
 """The time of a pipeline's step, in seconds. The time is computed from two things: the schedule
 that the trainer executes, and the times of the stages.
 
-`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search, it works
-on integers instead of `Op` objects. All tensor-parallel and data-parallel ranks do the same work at
-the same time, so it is enough to simulate one pipeline.
+`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search,
+`makespan_s` works on integers instead of `Op` objects. All tensor-parallel and data-parallel ranks
+do the same work at the same time, so it is enough to simulate one pipeline.
 """
 
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ class StageTimes:
     `forward_in_s[s]` is the time of the message with the activation from stage s - 1 to stage s,
     and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.
     Both times are 0 if `placed` puts the two stages on one rank. If `overlap` is True, a message is
-    transferred while its sender and its receiver compute. If it is False, both ranks wait until the
-    message has arrived. (The sender receives another message at the same time.) If backwards are
-    split, `weight_s` is the part of `backward_s` that is spent on the gradients of weights;
-    otherwise `weight_s` is empty.
+    transferred while its sender and its receiver compute. If `overlap` is False, both ranks wait
+    until the message has arrived. (The sender receives another message at the same time.) If
+    backwards are split, `weight_s` is the part of `backward_s` that is spent on the gradients of
+    weights; otherwise `weight_s` is empty.
     """
 
     forward_s: tuple[float, ...]

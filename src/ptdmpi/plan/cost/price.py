@@ -130,7 +130,7 @@ class Pricer:
 
     def bound_s(self, layout: Layout) -> float:
         """Return a lower bound of the step time, in seconds. The bound holds for every order of
-        ops. The search uses it to exclude layouts."""
+        ops. The search uses this bound to exclude layouts."""
         microbatches = layout.microbatches(self.batch)
         bound = self.times.stage_times(layout, microbatches).lower_bound_s(microbatches)
         return bound + sum(self.times.after_s(layout, microbatches))

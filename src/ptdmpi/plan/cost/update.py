@@ -23,7 +23,7 @@ class UpdateTimes:
 
     def optimizer_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds of the optimizer's kernels on a rank with `elements` trained
-        parameters. Their speed is limited by the bandwidth of the memory.
+        parameters. The memory bandwidth limits the speed of these kernels.
 
         The kernels clear the gradients, divide them by the number of data ranks, and update this
         rank's shard. (This trainer needs no kernel for the division, because it divides the loss
@@ -76,8 +76,8 @@ class UpdateTimes:
         bf16), divide it by the loss scale (in fp16), compute the norm, scale the gradient to clip
         it, run the optimizer, and copy the master weight to the weight (if the weight is in fp16 or
         bf16). The optimizer's kernel reads gradient, master weight and moments, and writes master
-        weight and moments. In all, it moves 7 float32 numbers per parameter for AdamW and 3 for
-        SGD.
+        weight and moments. In all, this kernel moves 7 float32 numbers per parameter for AdamW and
+        3 for SGD.
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]

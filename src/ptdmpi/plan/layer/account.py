@@ -114,7 +114,7 @@ class Message:
 
     `whole_bytes` is the size of the whole tensor, as `base.traffic` defines it. `behind` has the
     kernels that run at the same time as the message on clusters that overlap kernels and messages.
-    `pieces` is the number of messages into which published programs split this message; each of
+    `pieces` is the number of messages into which Megatron-LM of 2021 splits this message; each of
     them has its own latency. `to_next` is True for an all-to-all in which each rank sends the whole
     tensor to the next rank.
     """

@@ -475,7 +475,8 @@ def _stores_scores(sizes: Sizes) -> bool:
 def seen_share(sizes: Sizes) -> float:
     """Return the fraction of the scores of a causal layer that lie in the sliding window. The
     fraction is the mean over layers, on the context-parallel rank with the most such scores. On one
-    rank, in a layer whose window is a fraction r of the sequence length, it is 1 - (1 - r)^2."""
+    rank, in a layer whose window is a fraction r of the sequence length, the result is 1 - (1 -
+    r)^2."""
     model = sizes.model
     s, window = model.seq_length, model.sliding_window
     if not 0 < window < s:

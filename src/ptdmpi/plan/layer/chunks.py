@@ -2,7 +2,7 @@
 the results.
 
 The loss converts logits to float32 in chunks of rows. On a CPU, a chunk is 1 MiB, which fits into
-the caches of a core. On a device, a chunk is 64 MiB, so that there are few kernels, each with much
+the caches of a core. On a GPU, a chunk is 64 MiB, so that there are few kernels, each with much
 work; this size was not chosen by measurement. If attention is computed by matrix products, the
 scores of one block of queries are computed at a time.
 """

@@ -62,8 +62,8 @@ class CoreShape(NamedTuple):
         (number of query heads, number of key heads) of the tensor-parallel rank.
 
         With "all_gather" and "ring", the rank computes all these heads for its own queries. With
-        "ulysses", it computes 1/c of the heads for all queries, where c is the context-parallel
-        size.
+        "ulysses", the rank computes 1/c of the heads for all queries, where c is the
+        context-parallel size.
         """
         heads, kv_heads = heads_of_both
         length, c = sizes.model.seq_length, sizes.layout.context

@@ -33,12 +33,12 @@ def norm_backward(sizes: Sizes, elements: int) -> int:
     """Return the number of bytes that the backward of a norm of `elements` elements needs.
 
     If one kernel computes the whole backward, only the gradient of the input is needed. LayerNorm
-    has such a kernel, and RMSNorm has one on devices if its weights have the type of the
-    activations. Otherwise three tensors are computed in float32 or float64: the normalized input,
-    the gradient multiplied by the weights, and the product of both. On a CPU, a product of two
-    different types also needs a copy of its narrower operand. For a program without FlashAttention
-    (Megatron-LM of 2021) the result is 0: its published list of a layer's tensors (Korthikanti et
-    al. 2022) does not include these tensors.
+    has such a kernel, and RMSNorm has one on GPUs if its weights have the type of the activations.
+    Otherwise three tensors are computed in float32 or float64: the normalized input, the gradient
+    multiplied by the weights, and the product of both. On a CPU, a product of two different types
+    also needs a copy of its narrower operand. For a program without FlashAttention (Megatron-LM of
+    2021) the result is 0: its published list of a layer's tensors (Korthikanti et al. 2022) does
+    not include these tensors.
     """
     if not sizes.fused_attention:
         return 0

@@ -294,8 +294,8 @@ class CrossEntropy(Operator):
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         """Yield two messages over the tensor axis. The first has the maximum of the logits of each
-        token. The second has the sum of exponentials and the logit of the label. Published programs
-        split the second message into two."""
+        token. The second has the sum of exponentials and the logit of the label. Megatron-LM splits
+        the second message into two."""
         if phase == "forward" and self.split and sizes.layout.tensor > 1:
             size = sizes.predicted * sizes.wide_bytes
             yield Message("all_reduce", size)

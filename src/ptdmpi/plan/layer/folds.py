@@ -72,8 +72,8 @@ def messages(
     split backward).
 
     `input_trains` is True if something before these operators is trained, so that the first
-    operator also computes the gradient of its input. If it is False, only the operators after the
-    first trained operator compute the gradients of their inputs.
+    operator also computes the gradient of its input. If `input_trains` is False, only the operators
+    after the first trained operator compute the gradients of their inputs.
     """
     for row, trains in with_inputs(rows, input_trains):
         yield from row.messages(sizes, phase, trains)

@@ -226,8 +226,8 @@ def peak_bytes(elements: int, element_bytes: int) -> int:
 def scaled_forward_bytes(sizes: Sizes, shape: tuple[int, int], rows: int, copies: int) -> int:
     """Return the working bytes of the forward of a linear layer with `shape` = (inputs, outputs)
     whose matrix products are in 8-bit floating point. Memory holds the input and the rounded input.
-    In addition, it holds either the weight while it is rounded, or the rounded weight, the output
-    and `copies` bytes of copies for the matrix product."""
+    In addition, memory holds either the weight while it is rounded, or the rounded weight, the
+    output and `copies` bytes of copies for the matrix product."""
     inputs, outputs = shape
     c, weights = sizes.compute_bytes, inputs * outputs
     product = weights * c + rows * outputs * c + copies

@@ -153,7 +153,7 @@ class AttentionWay(KernelWay):
 
 
 class GeluWay(KernelWay):
-    """The implementation of GELU in its tanh form: "sigmoid" computes it from a sigmoid and keeps
+    """The implementation of GELU in its tanh form: "sigmoid" computes GELU from a sigmoid and keeps
     the derivative for the backward, and "library" calls torch."""
 
     way: Literal["sigmoid", "library"]

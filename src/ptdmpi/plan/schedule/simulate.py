@@ -35,7 +35,7 @@ class Span:
     """A span: an activity of one rank from `start_s` to `end_s`.
 
     `kind` is the kind of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of an op,
-    such as "F2.0", or empty. For the kinds "receive" and "send", it is the op whose output is
+    such as "F2.0", or empty. For the kinds "receive" and "send", `op` names the op whose output is
     received or sent.
     """
 

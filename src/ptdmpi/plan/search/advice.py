@@ -123,8 +123,8 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
     the result is the largest number of changes among them.
 
     If the layout of `price` fits into memory, the result has the fastest layouts after a single
-    change. If it does not fit, the result has the fastest layouts that fit after one or two
-    changes. If no layout fits even after two changes, the result has the layouts that need the
+    change. If this layout does not fit, the result has the fastest layouts that fit after one or
+    two changes. If no layout fits even after two changes, the result has the layouts that need the
     least memory after a single change."""
     single = list(neighbours(price.layout, pricer))
     if price.fits:

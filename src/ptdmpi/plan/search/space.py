@@ -206,8 +206,8 @@ def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
 
 def sharding_words(layout: Layout, before: Layout | None = None) -> str:
     """Return the sharding of a layout as command-line options. The result has only the options that
-    differ from those of the layout `before`. If `before` is None, it has the options that differ
-    from a layout without sharding."""
+    differ from those of the layout `before`. If `before` is None, the result has the options that
+    differ from a layout without sharding."""
     before = before or Layout(1, 1, 1)
     words = []
     if layout.zero != before.zero:

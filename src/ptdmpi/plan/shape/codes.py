@@ -66,7 +66,7 @@ def _tile(part: Part, cut: int) -> int:
 def _lines(lines: int, shares: int) -> int:
     """Return the number of consecutive lines (rows or columns of a parameter) that always stay in
     one tile. If the parameter's `lines` lines can be divided into `shares` equal slices, the result
-    is the number of lines of a slice. Otherwise it is 1: for example, the table of a padded
+    is the number of lines of a slice. Otherwise the result is 1: for example, the table of a padded
     vocabulary may be cut after any of its lines."""
     if lines % shares:
         return 1

@@ -95,10 +95,10 @@ def hardware_flops(
     """Return the model FLOPs, plus the FLOPs that the first `layers` layers spend on recomputation
     before their backward passes.
 
-    If `recompute` is "full", these layers recompute their whole forward pass. If it is "selective",
-    they recompute only the two matrix products of attention. If all layers are recomputed fully,
-    the result for a GPT is 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3;
-    `model_flops` defines the symbols).
+    If `recompute` is "full", these layers recompute their whole forward pass. If `recompute` is
+    "selective", these layers recompute only the two matrix products of attention. If all layers are
+    recomputed fully, the result for a GPT is 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al.
+    2021, equation 3; `model_flops` defines the symbols).
     """
     again = 0.0
     for kind, count in trained_runs(model.runs(range(layers))):

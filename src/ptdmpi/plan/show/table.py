@@ -38,8 +38,8 @@ LEGEND = (
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
     """Return the entry of a layout in the JSON that `ptdmpi plan --json` prints. `tokens` is the
-    number of tokens of the whole training. If it is given, the entry also has the days and the
-    rank-hours of the training."""
+    number of tokens of the whole training. If `tokens` is given, the entry also has the days and
+    the rank-hours of the training."""
     layout = price.layout
     entry: dict[str, Any] = {
         "layout": str(layout),

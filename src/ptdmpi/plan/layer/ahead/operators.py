@@ -1,5 +1,5 @@
-"""The operators of multi-token prediction that no layer has: the second uses of the vocabulary's
-tables, and the concatenation of two activations."""
+"""The operators that only multi-token prediction has: the repeated uses of the embedding table and
+of the output head, and the concatenation of two activations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -335,8 +335,8 @@ class DataAxis:
 
     def _listed_s(self, elements: int, ranks: int) -> float:
         """Return the seconds that torch's list collectives add for a tensor of `elements` elements:
-        for each rank, they make a view of the rank's slice of the tensor and launch a kernel that
-        copies the slice."""
+        for each rank, such a collective makes a view of the rank's slice of the tensor and launches
+        a kernel that copies the slice."""
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s

@@ -427,7 +427,7 @@ class MemoryModel:
 
 def _flight_key(layout: Layout, microbatches: int) -> tuple[object, ...]:
     """Return the settings that determine the memory of a pipeline rank's ops. Sharding is not among
-    them, so a search that tries several shardings of a layout reuses the result."""
+    these settings, so a search that tries several shardings of a layout reuses the result."""
     axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline)
     sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)

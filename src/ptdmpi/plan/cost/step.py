@@ -200,8 +200,8 @@ class StepTimes:
         ]
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
-        """Return the seconds of one message between two stages. If `crosses` is True, they are on
-        different nodes.
+        """Return the seconds of one message between two stages. If `crosses` is True, the stages
+        are on different nodes.
 
         Each tensor-parallel rank sends the whole tensor. If messages are scattered, each
         tensor-parallel rank sends only its slice, and the tensor-parallel ranks of the next stage

@@ -416,10 +416,10 @@ class RingCore:
         return narrow + rows * self.sizes.wide_bytes + self._tile_bytes(backward=False)
 
     def backward_bytes(self) -> int:
-        """Return the working bytes of the backward. They are the bytes of the gradient of the
-        output; of the queries and their gradient in float32 or float64; of two blocks of keys and
-        values; of three blocks of their gradients (this rank's contribution, the sum that arrives,
-        and the new sum); and of the scores."""
+        """Return the working bytes of the backward. The result counts the bytes of the gradient of
+        the output; of the queries and their gradient in float32 or float64; of two blocks of keys
+        and values; of three blocks of their gradients (this rank's contribution, the sum that
+        arrives, and the new sum); and of the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements
         narrow = self.output_elements + 2 * self.key_elements
         taken = wide * self.sizes.wide_bytes + narrow * self.sizes.compute_bytes

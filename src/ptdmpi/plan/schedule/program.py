@@ -96,8 +96,8 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def post_early(program: Program) -> Program:
-    """Return a copy of `program` in which each Receive is moved to the place before the Compute
-    that precedes it. The order of the receives does not change.
+    """Return a copy of `program` in which each Receive comes before the Compute that preceded it.
+    The order of the receives does not change.
 
     Use this function for transports such as MPI, which have nonblocking receives and match the
     messages of each pair (sender, receiver) separately. The receive is then posted one op earlier,

@@ -16,8 +16,8 @@ not yet visited have the first bound, visited layouts the second.) At this point
 be among the fastest, so the result is the same as if every layout were simulated.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
-second pass simulates only layouts that are simpler than those found so far, and whose bounds are at
-most slightly longer than the shortest step time.
+second pass simulates only layouts that are simpler than those found so far, and whose bounds are
+less than 1 + `tie` times the shortest step time (`tie` is an argument of `search`).
 """
 
 import bisect

@@ -1,4 +1,4 @@
-"""The numbers of parameters in each part of a model. They are sums over the operators that
+"""The numbers of parameters in each part of a model. Each number is a sum over the operators that
 `plan.layer.describe` lists for the model."""
 
 import math
@@ -85,15 +85,15 @@ def layer(
 
 
 def is_of_expert(name: str) -> bool:
-    """Return True if the parameters with the name `name` in a layer, or after the last layer,
-    belong to an expert."""
+    """Return True if the parameters named `name` belong to an expert. The name is that of
+    parameters in a layer, or after the last layer."""
     in_module = name.startswith(f"{MODULES}.") and ".mlp.experts." in name
     return name.startswith("mlp.experts.") or in_module
 
 
 def is_of_router(name: str) -> bool:
-    """Return True if the parameters with the name `name` in a layer, or after the last layer,
-    belong to the router of the experts."""
+    """Return True if the parameters named `name` belong to the router of the experts. The name is
+    that of parameters in a layer, or after the last layer."""
     in_module = name.startswith(f"{MODULES}.") and name.endswith(".mlp.router")
     return name == "mlp.router" or in_module
 

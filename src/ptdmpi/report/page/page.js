@@ -10,7 +10,7 @@
   // the range of the horizontal axis that is shown: [low, high], or null for the full range
   const zoomed = { steps: null, time: null };
   let shown = page.content, version = page.version, redraws = [];
-  let reading = false;  // true if the mouse is over a picture; then the picture is not replaced, which would disturb the reader
+  let reading = false;  // true if the mouse is over a picture; then the picture is not replaced, because a new picture would disturb the reader
 
   function html(tag, names, ...children) {
     const element = document.createElement(tag);

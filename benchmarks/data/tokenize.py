@@ -192,7 +192,7 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
     shutil.copy(tokenizer, model / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    # this function is in a separate file, because datatrove's processes import the file
+    # this program is in a separate file, because datatrove's processes import the file
     script = folder / "run_datatrove.py"
     script.write_text(DATATROVE)
 

@@ -9,8 +9,8 @@ from benchmarks.dry.build import STATE
 
 class Events(NamedTuple):
     """The numbers of events on the null GPU so far, in the order of `enum null_event`
-    (null/null.h): launches (of kernels, copies and fills), waits of the host for the device, and
-    allocations of memory."""
+    (null/null.h): `launches` of kernels, `copies` and fills of memory, waits of the host for the
+    device (`syncs`), and `allocations` of memory."""
 
     launches: int
     copies: int

@@ -71,7 +71,8 @@ class SupervisedRun:
             self.process = start([*command, "config.toml"], file, cwd=folder)
 
     def wait_for(self, step: int) -> bool:
-        """Wait until `step` is recorded. Return False if the job ends before `step` is recorded."""
+        """Wait until `step` is recorded. Return False if the job ends before, or if `step` is not
+        recorded within LIMIT_S seconds."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and self.process.poll() is None:
             if self.progress.newest().step >= step:
@@ -130,8 +131,8 @@ class SupervisedRun:
 
 
 def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
-    """Kill processes of a run until it has died DEATHS times or has ended. Return the list of its
-    deaths."""
+    """Kill processes of a run until it has died DEATHS times, has ended, or records no new step in
+    time. Return the list of its deaths."""
     deaths: list[Death] = []
     furthest = 0
     died_s = 0.0

@@ -30,8 +30,7 @@ from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
 STEPS = 120  # Number of steps of a run, so that a run trains some dozen steps between two deaths.
-# Section, or key, that is no kind of run -> the reason. A key's own line comes before the line of
-# its section.
+# Section, or key, that is no kind of run -> the reason.
 LEFT_OUT: Mapping[str, str] = {
     "run": "how a run starts, stops and recovers, which `torture` and the tests try",
     "model": "other operators, but no other kinds of state; `model.kind` names whole models",

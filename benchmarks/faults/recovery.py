@@ -93,9 +93,14 @@ SETUPS = [
 
 @dataclass
 class Trial:
-    """The results of one trial. `seconds` has, for each death, the time until the run has recorded
-    a step that was trained after the death. `logged` has, for each death, the seconds that the log
-    reports: the time from the first error until the training loop is ready."""
+    """The results of one trial, in which `deaths` ranks were killed. `problem` says why the trial
+    failed; it is empty if the trial was successful.
+
+    A death is not timed if another rank dies during the recovery. `seconds` has, for each timed
+    death, the time until the run has recorded a step that was trained after the death. `logged` has
+    the time that the log reports: from the first error until the training loop is ready. `sources`
+    has the source of the state from which the ranks continued.
+    """
 
     setup: str
     deaths: int = 0

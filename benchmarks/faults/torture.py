@@ -187,8 +187,9 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def damage(self, run: Path, change: Callable[[Path], None]) -> None:
-        """Do a trial: stop a run, call `change` to damage a file of the newest checkpoint, or of
-        each of the two newest checkpoints, and resume the run."""
+        """Do a trial: make the directory of a stopped run, with two checkpoints of the undisturbed
+        run. Call `change` to damage a file of the newer checkpoint, or of each of the two, and
+        resume the run."""
         case = self.case()
         step = self.random.randrange(2, STEPS // EVERY_STEPS) * EVERY_STEPS
         checkpoints = run / "checkpoints"

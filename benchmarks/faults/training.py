@@ -94,7 +94,8 @@ class StartedRun:
         return max(map(int, steps), default=0)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until the output reports this step, or until the run has ended."""
+        """Wait until the output reports this step, until the run has ended, or for at most LIMIT_S
+        seconds."""
         end = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < end:
             steps = re.findall(r"^step +(\d+)/", self.text(), re.MULTILINE)

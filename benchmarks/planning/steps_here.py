@@ -30,8 +30,8 @@ class TimedCase:
 
 @dataclass(frozen=True)
 class Turns:
-    """The settings of a measurement: the model, the number of rounds, and the number of steps of a
-    case in a round. The first step of a case in a round is a warm-up."""
+    """The settings of a measurement: the model, the precision, the number of rounds, and the number
+    of steps of a case in a round. The first step of a case in a round is a warm-up."""
 
     model: str
     precision: str
@@ -40,9 +40,9 @@ class Turns:
 
 
 def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list[list[float]]:
-    """Measure the cases on `ranks` ranks with one thread each. Return, for each round, the median
-    step time of each case in seconds. A case that needs fewer ranks runs on the first ranks. The
-    program exits if ranks fail.
+    """Measure the cases on `ranks` ranks with one thread each. Return, for each case, a list with
+    its median step time in each round, in seconds. A case that needs fewer ranks runs on the first
+    ranks. The program exits if ranks fail.
     """
     job = {"cases": [asdict(case) for case in cases], **asdict(turns)}
     text = answer(ranks, ["-m", "benchmarks.planning.steps_here", json.dumps(job)])
@@ -51,8 +51,8 @@ def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list
 
 
 def _measure(text: str) -> None:
-    """Do the measurement of all cases on this rank. Rank 0 prints, for each round, the step times
-    of the cases."""
+    """Do the measurement of all cases on this rank. Rank 0 prints, for each case, its median step
+    times in all rounds, as JSON."""
     from ptdmpi.comm import launch
 
     launch.prepare()

@@ -127,8 +127,8 @@ def _settled(row: Row, world: World) -> HostChoice:
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
     """Measure the products of a linear: the output x W^T, the input gradient dy W and the weight
-    gradient dy^T x. Return the shortest time of all three together, in seconds. Each product is
-    computed by its fastest kernel."""
+    gradient dy^T x. Return the sum of their shortest times, in seconds. Each product is computed by
+    its fastest kernel."""
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)

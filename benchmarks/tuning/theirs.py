@@ -7,7 +7,7 @@
 trains the adapters, starting from BEGIN, on the data and with the learning rates of RUN, a complete
 training run on one rank. `train` prints JSON with the losses and with the greatest differences of
 logits: between RUN and MERGED for each data type, between RUN in float32 and in float64, and
-between RUN and `transformers`.
+between RUN and the model that `peft` has trained.
 """
 
 import contextlib

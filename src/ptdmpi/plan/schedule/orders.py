@@ -7,8 +7,7 @@ steady state and cool-down) and the rank of each stage are defined only in this 
 `zero_bubble`.
 
 In every schedule, each stage runs both its forwards and its backwards in ascending order of the
-microbatches. Gradients are therefore summed in the same order in every schedule and layout.
-"""
+microbatches. Gradients are therefore summed in the same order in every schedule and layout."""
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -77,8 +76,7 @@ class Schedule:
 
     `pipeline` (p) is the number of ranks, `virtual` (v) the number of chunks per rank, and
     `microbatches` (m) the number of microbatches. The model is cut into p x v stages, and
-    `placement` has the rank of each stage.
-    """
+    `placement` has the rank of each stage."""
 
     kind: str
     placement: Placement
@@ -127,8 +125,7 @@ class Schedule:
 
         The result has the op that produces the input of `op`, and, for the same stage and
         microbatch, the ops whose kinds are in `OpKind.after`. For example, a backward needs its
-        forward.
-        """
+        forward."""
         source = self.source(op)
         own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
         return (*own,) if source is None else (source, *own)
@@ -146,8 +143,7 @@ class Schedule:
         time. A forward is the computation of one stage on one microbatch.
 
         A forward is in flight from its start to the end of its backward, or to its own end if the
-        schedule has no backwards.
-        """
+        schedule has no backwards."""
         return tuple(
             int(most_held(order, lambda inventory, stage: inventory == ACTIVATIONS))
             for order in self.orders
@@ -161,8 +157,7 @@ class Schedule:
         property `closed_form` has the formula as text. With p ranks, v chunks per rank and m
         microbatches, the bubble (p - 1) / (v m) is exact for 1f1b, and for interleaved if p divides
         m (Narayanan et al. 2021, sections 2.2.1 and 2.2.2). The idle times of the zero-bubble
-        schedules are explained in the module `zero_bubble`.
-        """
+        schedules are explained in the module `zero_bubble`."""
         idle_s = KINDS[self.kind].bubble.idle_s(forward_s, input_s, weight_s)
         busy_s = self.virtual * self.microbatches * (forward_s + input_s + weight_s)
         return (self.pipeline - 1) * idle_s / busy_s
@@ -179,8 +174,7 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     If a rank has several chunks, each chunk runs all microbatches before the next chunk starts
     (breadth first: Lamy-Poirier 2023, arXiv 2211.05953). Backwards run in ascending order of the
     microbatches, so that gradients are summed in the same order in every schedule. (The paper has
-    descending order.)
-    """
+    descending order.)"""
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
     # the backwards of the last chunk come first, because the other chunks need the gradients that
     # they send
@@ -194,8 +188,7 @@ def one_forward_one_backward(
     Figure 4, top).
 
     Rank r of p ranks has one chunk and starts with p - r - 1 forwards, one for each rank after it.
-    Then forwards and backwards alternate, so at most p - r forwards are in flight.
-    """
+    Then forwards and backwards alternate, so at most p - r forwards are in flight."""
     (stage,) = chunks
     forwards = [Op(FORWARD, stage, i) for i in range(microbatches)]
     backwards = [Op(BACKWARD, stage, i) for i in range(microbatches)]
@@ -215,8 +208,7 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
     An op needs only ops of its own microbatch, so the remaining ops never wait for an omitted op,
     and the shorter order has no deadlock. Every chain of ops that wait for each other in the
     shorter order is part of such a chain in the full order, so the makespan is at most the makespan
-    for m rounded up.
-    """
+    for m rounded up."""
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
         return
@@ -234,8 +226,7 @@ def forward_only(
 
     The order runs one group of microbatches after the other, and within a group one chunk after the
     other, so every forward comes after the forward that it needs. The order can therefore be
-    executed with any placement of stages.
-    """
+    executed with any placement of stages."""
     padded = interleaved(rank, chunks, pipeline, microbatches)
     yield from (op for op in padded if op.kind == FORWARD)
 

@@ -14,8 +14,9 @@ all-reduce counts 2 x bytes, as in Rajbhandari et al. 2020 (arXiv 1910.02054, se
     send              x                 counted on the sender
     neighbours        x                 counted on the sender, once for each receiver
 
-Only tensors that are sent through a transport are counted. Small Python objects, votes, heartbeats
-and checkpoints are not counted.
+Only tensors that are sent through a transport (a library that sends messages) are counted. The
+following messages are not counted: small Python objects, checkpoints, votes (by which the ranks
+agree whether a stop or save was requested), and the reports by which rank 0 monitors all ranks.
 """
 
 from collections.abc import Mapping

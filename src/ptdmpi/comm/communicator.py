@@ -1,4 +1,5 @@
-"""The interface of communicators: the operations that a transport must offer to other layers.
+"""The interface of communicators: the operations that a transport (a library that sends messages)
+must offer to other layers.
 
 A communicator is one rank's view of a group of ranks, such as an axis of the process grid. In a
 group of one rank the same code runs without communication. Tensors must be contiguous. A rank may

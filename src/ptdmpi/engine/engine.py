@@ -336,8 +336,8 @@ class Engine:
 
 
 def _require_exact(config: Config, axes: Axes) -> None:
-    """Raise SharedInputError if the run is `reproducible`, but its transport does not sum in
-    ascending order of ranks."""
+    """Raise SharedInputError if the run is `reproducible`, but its transport (the library that
+    sends messages) does not sum in ascending order of ranks."""
     if config.run.reproducible and not axes.exact:
         raise SharedInputError(
             "run.reproducible = true needs sums in ascending rank order, which "
@@ -370,8 +370,8 @@ def _stages(
 
 def _sums_early(config: Config, axes: Axes) -> bool:
     """Return True if the all-reduces of gradients begin before the last backward of a step ends.
-    Each module must then be a separate shard unit. The result is True only for the data-parallel
-    method `all_reduce`."""
+    Each module must then be a separate shard unit, whose gradients one all-reduce sums. The result
+    is True only for the data-parallel method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
     # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it
@@ -391,8 +391,8 @@ def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
-    """Return this rank's program: its ops in the order of the schedule, with the sends and receives
-    inserted."""
+    """Return this rank's program: its ops (forwards and backwards of its stages on microbatches) in
+    the order of the schedule, with the sends and receives inserted."""
     program = programs(schedule)[pipeline.rank]
     if pipeline.posts_early:
         return post_early(program)

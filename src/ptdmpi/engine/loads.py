@@ -3,8 +3,9 @@ the number of tokens of the global batch that are routed to the expert. Each exp
 number, which makes the load of the expert greater or smaller (see `Balance`).
 
 Loads are integers, whose sum does not depend on the order of the terms, so the loads and the
-balance numbers are the same in every layout. Loads are sent as float64, because every transport can
-add float64 numbers, and float64 represents integers up to 2^53 exactly.
+balance numbers are the same in every layout. Loads are sent as float64, because every transport
+(library that sends messages) can add float64 numbers, and float64 represents integers up to 2^53
+exactly.
 """
 
 from collections.abc import Mapping

@@ -93,9 +93,9 @@ class LossScale:
 
 class Optimizer:
     """The optimizer that the configuration names. It works on flat tensors: one tensor for each
-    shard unit, which contains this rank's part of the unit. Parameters with the same weight decay
-    and the same factor of the learning rate form a group, and the elements of a group are updated
-    together.
+    shard unit (a group of parameters, see `model.flat`), which contains this rank's part of the
+    unit. Parameters with the same weight decay and the same factor of the learning rate form a
+    group, and the elements of a group are updated together.
 
     The master weights, the moments and the number of updates belong to `state`. If these tensors
     are not on the device, the host does the update, and `writes_weights` is True.

@@ -1,6 +1,7 @@
-"""The exchange of parts of matrices between the ranks of a shard group, for Muon. Each rank sends
-its part of a matrix to the owner, which is the rank that orthogonalizes the matrix
-(`ptdmpi.plan.shape.dealt`), and receives its part of the update from the owner."""
+"""The exchange of parts of matrices between the ranks of a shard group (the ranks among which the
+state is sharded), for Muon. Each rank sends its part of a matrix to the owner, which is the rank
+that orthogonalizes the matrix (`ptdmpi.plan.shape.dealt`), and receives its part of the update from
+the owner."""
 
 from collections.abc import Mapping
 

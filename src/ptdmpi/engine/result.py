@@ -20,9 +20,9 @@ class StepResult:
     the gradient before clipping. `skipped` is True if the loss or the gradient is not finite; then
     nothing was updated. `overflow` is True if the step was skipped and the loss scale of fp16 can
     still be reduced. `watch` records this rank's timeline. `compute_s` is the time of this rank's
-    ops in seconds, without the collectives inside the ops. `inside_s` has the time of the
-    collectives inside the ops, in seconds, for each group of ranks. `traffic` counts the messages
-    and bytes that this rank has sent.
+    ops (forwards and backwards) in seconds, without the collectives inside the ops. `inside_s` has
+    the time of the collectives inside the ops, in seconds, for each group of ranks. `traffic`
+    counts the messages and bytes that this rank has sent.
 
     `consensus` and `noise` are None in steps in which the run does not measure these values.
     `consensus` is the distance between replicas, measured before replicas were averaged

@@ -1,4 +1,5 @@
-"""The execution of a rank's program, which is a list of actions: ops, sends and receives.
+"""The execution of a rank's program, which is a list of actions: ops, sends and receives. An op is
+one computation of a stage, such as its forward or its backward on one microbatch.
 
 The runner needs only the program and the pipeline stages of this rank. It need not know whether the
 rank is the first or the last, or which phases the schedule has. The program contains every message
@@ -36,11 +37,10 @@ class OpHook:
     class do nothing."""
 
     def begin(self, op: Op) -> None:
-        """Do the observer's work when the input of `op` has arrived, before `op` is computed."""
+        """React to the beginning of `op`: its input has arrived, and it is computed next."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Do the observer's work after `op` was computed. The time of this call is not part of the
-        op's measured time.
+        """React to the end of `op`. The time of this call is not part of the op's measured time.
 
         If `op` computes gradients of parameters, the gradients are already added to the buffer. If
         `op` is the forward of the last stage, `microbatch` already has its losses.

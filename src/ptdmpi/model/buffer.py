@@ -4,7 +4,9 @@ unsharded.
 Weights have the compute type of the run's precision; master weights, gradients and moments are
 float32 (float64 if the precision is fp64). All parameters that train are in one flat buffer, in a
 fixed order. ZeRO stage 1 (`zero` = 1) shards the master weights and the moments, stage 2 also
-shards the gradients, and stage 3 also shards the weights, including frozen weights.
+shards the gradients, and stage 3 also shards the weights, including frozen weights. The shards are
+on the ranks of a shard group. One collective gathers or reduces a shard unit, which is a group of
+parameters, such as those of a layer (see `flat`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +123,7 @@ class ParameterBuffer(FlatOrder):
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
         """Make `parameter` a view of its elements in the buffers. `again` is True for the second
-        use of a tied parameter."""
+        use of a tied table, which is used as embedding and as head."""
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]

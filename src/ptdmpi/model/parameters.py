@@ -173,11 +173,12 @@ class Declaration:
 class Parameter(nn.Parameter):
     """A rank's local slice of a logical parameter. The gradient accumulates in `main_grad`.
 
-    In the first part of a split backward, `later` is a list that collects contributions to the
-    gradient; the second part of the backward adds them. `entry` is the parameter's position in the
-    flat buffer. A tied table is used twice, in the embedding and in the head; for the second use,
-    `second` is the position of the gradient of this use. `packed` has the quantized weights of a
-    parameter that is stored in a quantized format; the parameter itself then has a shape and a
+    A backward may be split into two parts: the first computes the gradients of inputs, and the
+    second adds the gradients of weights. In the first part, `later` is a list that collects the
+    contributions to the gradient, which the second part adds. `entry` is the parameter's position
+    in the flat buffer. A tied table is used twice, in the embedding and in the head; for the second
+    use, `second` is the position of the gradient of this use. `packed` has the quantized weights of
+    a parameter that is stored in a quantized format; the parameter itself then has a shape and a
     type, but no values.
     """
 

@@ -2,6 +2,9 @@
 stages 2 and 3), sharded weights are gathered (ZeRO stage 3), and all-reduces of gradients may begin
 before the backward has ended.
 
+A shard unit is a group of parameters, such as the parameters of a layer, that one collective
+gathers or reduces (see `flat`).
+
 A stage notifies its `Walk` when it reaches one of its modules in the forward, in the backward, or
 in recomputation. A module (`place`) is the embedding, a layer, or the head. With ZeRO stage 3, the
 weights of a module, including frozen weights, are gathered while the previous module is computed,
@@ -150,7 +153,7 @@ class PlacedGradients(Protocol):
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the caller can test each gradient before it is reduced: `look`
         is called with a parameter, and tests the gradient of this parameter. Gradients that are not
-        reduced during the op are tested at the end of the op."""
+        reduced during the backward op are tested at the end of this op."""
 
 
 class _Leaving(NamedTuple):
@@ -214,7 +217,7 @@ class ReducedGradients:
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}
-        # if the transport has already completed all collectives, free their memory now
+        # if the transport (such as NCCL) has already completed all collectives, free their memory
         if all(handle.done() for _, _, handle in self._leaving):
             self._arrived()
 

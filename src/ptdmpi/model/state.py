@@ -1,5 +1,5 @@
-"""The training state of a rank: all values that an update changes, ordered by kind and logical
-name.
+"""The training state of a rank: all values that an update changes, ordered by kind and logical name
+(the name of a parameter in the unsharded model).
 
 A kind of state has one number for each element of a parameter. The kinds are the master `weights`,
 each moment of the optimizer, and the values that the data-parallel method stores. The values of a
@@ -66,8 +66,8 @@ class Kept:
 class Counters:
     """The counters of the optimizer: the number of updates (without skipped steps), the loss scale,
     and the number of steps without overflow since the loss scale was last changed. `exponents` has,
-    for each operand with a delayed scale, the exponents of the last steps, the newest last
-    (`low_bit.delayed`). The counters are equal on all ranks."""
+    for each operand of an 8-bit product whose scale is computed from earlier steps, the exponents
+    of the last steps, the newest last (`low_bit.delayed`). The counters are equal on all ranks."""
 
     updates: int = 0
     loss_scale: float = 1.0
@@ -128,9 +128,9 @@ class Resident:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state: `parts` has a flat tensor for this rank's part of each shard unit,
-    `held` has the positions of parameters in these tensors, and `kept` has the properties of the
-    kind."""
+    """One kind of the state: `parts` has a flat tensor for this rank's part of each shard unit (a
+    group of parameters, see `flat`), `held` has the positions of parameters in these tensors, and
+    `kept` has the properties of the kind."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]

@@ -287,7 +287,8 @@ class Supervisor:
         return self._that_train(self.ranks)
 
     def _that_train(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks train. The others are spare ranks."""
+        """Return how many of `ranks` ranks train. All other ranks are spare ranks, which take the
+        places of lost ranks."""
         return ranks - self.job.run.spare_ranks
 
     # -- requests to stop, and lines that the supervisor prints ----------------------------------

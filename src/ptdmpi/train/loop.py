@@ -157,8 +157,9 @@ class Loop:
         requested. Return the requests (to stop or save) that the ranks have received so far.
         """
         step = done.step
-        # vote before the record is written: the vote computes the greatest peak memory of all
-        # ranks, which the record contains
+        # vote (exchange the requests to stop or save between all ranks) before the record is
+        # written: the vote computes the greatest peak memory of all ranks, which the record
+        # contains
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:

@@ -132,7 +132,8 @@ def _with_state(
     tasks = Tasks(engine, feed.course, world, journal)
     validation = Validation(config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks)
     attempt.take_owed(validation.owed(attempt.first))
-    if not attempt.idle and not attempt.live:  # with live state, the run waits for disk space
+    # with live state (in the memory of ranks that survived a loss), the run waits for disk space
+    if not attempt.idle and not attempt.live:
         checkpoints.check_space()
     journal.directory = attempt.open(concluded, journal.show)
     attempt.choose(engine, memory, say)
@@ -160,8 +161,8 @@ def _with_state(
 
 
 def _vote(lookout: Lookout, engine: Engine) -> Asked:
-    """Let all ranks vote, and return the requests to stop or to save. Every rank must call this
-    function."""
+    """Let all ranks vote: each rank sends the requests to stop or to save that it has received.
+    Return the requests on which the ranks agree. Every rank must call this function."""
     return lookout.vote(peak_memory_bytes(engine.device))
 
 

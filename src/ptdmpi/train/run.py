@@ -146,8 +146,8 @@ class Run:
 
     @property
     def _now(self) -> Loop | None:
-        """Return the present training loop, or None on a spare rank. After a loss of ranks, the run
-        has a new training loop."""
+        """Return the present training loop, or None on a spare rank, which waits for a loss of
+        ranks. After a loss of ranks, the run has a new training loop."""
         return self._loop if self._survivors is None else self._survivors.loop
 
     @property

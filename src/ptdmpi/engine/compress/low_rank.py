@@ -1,5 +1,6 @@
-"""Low-rank compression: each tile is treated as a matrix, and two thin factors of the matrix are
-sent (PowerSGD: Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
+"""Low-rank compression: each tile (a block of a parameter, see `units`) is treated as a matrix, and
+two thin factors of the matrix are sent (PowerSGD: Vogels et al. 2019, arXiv 1905.13727, algorithm
+1).
 
 The compressor is linear in the values of the ranks, so the factors of all ranks are summed by an
 all-reduce. Each training step does one power iteration, which starts with the second factor of the

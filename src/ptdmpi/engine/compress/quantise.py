@@ -1,5 +1,5 @@
-"""Quantizing compressors: for each compression block they send one scale, and for each element a
-code of a few bits."""
+"""Quantizing compressors: for each compression block (a part of a parameter) they send one scale,
+and for each element a code of a few bits."""
 
 import math
 from abc import abstractmethod

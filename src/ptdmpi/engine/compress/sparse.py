@@ -1,5 +1,5 @@
-"""Sparse compressors: they send some elements of each compression block, and all other elements
-become zero.
+"""Sparse compressors: they send some elements of each compression block (a part of a parameter),
+and all other elements become zero.
 
 Let d be the length of a block, and `ratio` the fraction of its elements that is sent. Because ratio
 d need not be an integer, floor(ratio d + u) elements of the block are sent, where u is a uniform

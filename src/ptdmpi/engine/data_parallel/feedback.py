@@ -106,9 +106,10 @@ def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
 
 def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
     """Return the compressed mean of x over all replicas. The replicas compress x, and the servers
-    compress the mean again; replicas and servers each store their own compression errors (Tang et
-    al. 2019, arXiv 1905.05957, algorithm 1). If a code consists of several rounds, the method is
-    NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
+    (the ranks that average the tiles) compress the mean again; replicas and servers each store
+    their own compression errors (Tang et al. 2019, arXiv 1905.05957, algorithm 1). If a code
+    consists of several rounds, the method is NEOLITHIC (Huang et al. 2022, arXiv 2206.03665,
+    algorithm 2)."""
     x += place.read("error")
     left = place.read("server_error")
     own, mean = squeezed_mean(place.coder, x, left, place.data)

@@ -52,9 +52,9 @@ class DataParallel(OpHook):
 
     `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
     group `losses`, which may be larger than the group `data`. Such a method sums each shard unit
-    separately. Some shard units declare axes along which their parameters differ (`apart`); the
-    method does not sum over these axes. If a run needs separate sums for shard units, but `by_unit`
-    of its method is False, the run is refused.
+    (a group of parameters, see `model.flat`) separately. Some shard units declare axes along which
+    their parameters differ (`apart`); the method does not sum over these axes. If a run needs
+    separate sums for shard units, but `by_unit` of its method is False, the run is refused.
 
     `kinds`: the state, by name, that the method stores for each parameter in addition to weights
     and moments: one number for every element of the parameter, in the type of the master weights.
@@ -86,8 +86,9 @@ class DataParallel(OpHook):
         values that are not finite; discard the values that the method has stored in such a step."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Call `leaf` if the gradient of a microbatch is complete. If the backward of a microbatch
-        is split into several ops, the gradient is complete after the last of these ops."""
+        """Call `leaf` if the gradient of a microbatch is complete after `op`. If the backward of a
+        microbatch is split into several ops, the gradient is complete after the last of these ops.
+        """
         if self.replica.schedule.completes_gradients(op):
             self.leaf(op.stage, op.microbatch)
 

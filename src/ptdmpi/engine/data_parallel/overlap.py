@@ -39,7 +39,8 @@ class BegunSums:
                 self._units[number] = stage.walk.units
 
     def enter(self, op: Op) -> None:
-        """Record that `op` will be computed next."""
+        """Record that `op` (the forward or the backward of a stage on one microbatch) will be
+        computed next."""
         last = op.microbatch == self.replica.schedule.microbatches - 1
         complete = self.replica.schedule.completes_gradients(op)
         self._last = last and complete and not self._looking

@@ -1,5 +1,6 @@
 """Data-parallel methods that sum the gradients of all replicas before each update, so that the
-replicas stay bitwise equal."""
+replicas stay bitwise equal. Gradients may be summed one shard unit at a time; a shard unit is a
+group of parameters, such as the parameters of a layer (`model.flat`)."""
 
 import itertools
 from collections.abc import Callable
@@ -19,8 +20,9 @@ Begin = Callable[[Tensor, Unit], Handle]
 
 
 class EarlySums(DataParallel):
-    """The base class of methods that sum gradients over ranks. If the transport can overlap
-    communication with computation, the sums begin during the backward of the last microbatch."""
+    """The base class of methods that sum gradients over ranks. If the transport (the library that
+    sends messages) can overlap communication with computation, the sums begin during the backward
+    of the last microbatch."""
 
     by_unit = True
 
@@ -51,7 +53,8 @@ class EarlySums(DataParallel):
             self.sums.wait()
 
     def begin(self, op: Op) -> None:
-        """Record that `op` begins, because sums may begin while a backward op runs."""
+        """Record that `op` (the forward or the backward of a stage on one microbatch) begins,
+        because sums may begin while a backward op runs."""
         if self.sums is not None:
             self.sums.enter(op)
 
@@ -64,8 +67,8 @@ class EarlySums(DataParallel):
 
 class AllReduce(EarlySums):
     """A method that sums gradients over all ranks that see different tokens (the group `losses`),
-    in ascending order of ranks if the transport is exact. Before this sum, each rank has added the
-    gradients of its own microbatches in the order of the schedule."""
+    in ascending order of ranks if the transport is exact (`WireTraits`). Before this sum, each rank
+    has added the gradients of its own microbatches in the order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)

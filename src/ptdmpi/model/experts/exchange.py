@@ -6,8 +6,9 @@ experts, in the order of their numbers. All ranks of the group compute the same 
 microbatch number at the same time, each rank for its own tokens. The activation of a token is
 called a row, and is sent to each expert of the token.
 
-An expert computes the rows of all source ranks together, ordered by source rank; rows from the same
-rank keep their order. So the order of the rows does not depend on the time at which they arrive.
+An expert computes the rows of all source ranks (the ranks that have sent the rows) together,
+ordered by source rank; rows from the same rank keep their order. So the order of the rows does not
+depend on the time at which they arrive.
 
 If the results may have the same bits as without expert parallelism
 (`Layout.computes_by_source`), an expert instead computes the rows of each source rank separately,

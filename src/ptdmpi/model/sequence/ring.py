@@ -157,8 +157,8 @@ class _Visit(NamedTuple):
 
 def _visits(axis: ContextAxis, k: Tensor, v: Tensor) -> Iterator[_Visit]:
     """Yield the keys and values of every rank, beginning with this rank's own, k and v. If the
-    transport makes progress during computation, the next keys and values arrive while the caller
-    computes."""
+    transport (such as NCCL) makes progress during computation, the next keys and values arrive
+    while the caller computes."""
     own = _Pair(k.new_empty(k.numel() + v.numel()), k.shape, v.shape)
     own.keys.copy_(k)
     own.values.copy_(v)

@@ -49,9 +49,10 @@ class RunDirectory:
         run); `show` is a function that prints a line.
 
         After a loss of ranks, `handed_over` maps the name of a file to the lines that could not be
-        written before the loss (see `unwritten`); it is None if no rank has live state. Raises
-        InputError if the directory cannot be written to and no rank has live state. With live
-        state, the run continues after a warning.
+        written before the loss (see `unwritten`); it is None if no rank has live state (the
+        training state in the memory of ranks that survived a loss). Raises InputError if the
+        directory cannot be written to and no rank has live state. With live state, the run
+        continues after a warning.
         """
         self.path = path
         self.metrics = path / "metrics.jsonl"

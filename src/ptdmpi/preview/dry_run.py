@@ -50,9 +50,9 @@ def show(
 
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
-    """Return the number of ranks with an explanation. The number is `given` unless it is None.
-    Otherwise it is the number of ranks that a launcher started, or, without a launcher, the number
-    that the run needs."""
+    """Return the number of ranks with an explanation. The number is `given` unless it is None. If
+    `given` is None, the number is how many ranks a launcher started. Without a launcher, it is how
+    many ranks the run needs."""
     started = launched_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)

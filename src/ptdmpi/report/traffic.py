@@ -18,9 +18,9 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     entry.
 
     An entry has `messages` and `bytes`, which are from the record of the step, and
-    `closed_form_bytes` and `closed_form_is_exact`. The latter two are None if this version cannot
-    read the run's configuration, or if the step had another layout. The table is empty for a record
-    of an older version, which did not count messages.
+    `closed_form_bytes` and `closed_form_is_exact`. The two closed-form entries are None if this
+    version cannot read the run's configuration, or if the step had another layout. The table is
+    empty for a record of an older version, which did not count messages.
     """
     if "wire_bytes" not in record:
         return {}

@@ -247,8 +247,7 @@ def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
 
     Plain 1F1B begins with one forward for each later rank. Interleaved 1F1B begins with two
     forwards for each later rank, and with p = `pipeline` forwards for each chunk except the last
-    (Narayanan et al. 2021, section 2.2.2).
-    """
+    (Narayanan et al. 2021, section 2.2.2)."""
     if virtual == 1:
         return pipeline - rank - 1
     return 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline
@@ -278,8 +277,7 @@ class Bubble:
 
     Each of p ranks is idle for (p - 1) `idle_s(F, I, W)`, where F, I and W are the times of a
     chunk's forward and of the two parts of its backward. `text` is the resulting formula of the
-    bubble (idle time / ideal time).
-    """
+    bubble (idle time / ideal time)."""
 
     idle_s: Callable[[float, float, float], float]
     text: str
@@ -301,8 +299,7 @@ class ScheduleKind:
     this op, rank r has at least as many microbatches of every chunk in flight as rank r + 1 has
     during its op. If `splits` is True, each backward is split into two ops. `ahead(rank, p, v, m)`
     is a lower bound of the number of forwards that a rank runs before the first op that frees
-    memory; 0 is always valid. A search uses this bound to exclude layouts that cannot fit.
-    """
+    memory; 0 is always valid. A search uses this bound to exclude layouts that cannot fit."""
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
     place: Callable[[int, int, int], int] = in_turn
@@ -360,8 +357,7 @@ def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule
     `pipeline` ranks.
 
     Raises InputError for an unknown kind, for a size below 1, and for a number of chunks per rank
-    with which the kind cannot be used.
-    """
+    with which the kind cannot be used."""
     if kind not in KINDS:
         close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
         hint = f'did you mean "{close[0]}"? ' if close else ""

@@ -11,8 +11,8 @@ from ptdmpi.base.errors import InputError
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# Suffixes of file names. A name that ends with one of these suffixes is taken for a file, even if
-# the file does not exist. It is not looked up on the hub.
+# Suffixes of file names. A name that ends with one of these suffixes is taken for a file, and is
+# not looked up on the hub, even if the file does not exist.
 _FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2", ".xz", ".zst")
 
 

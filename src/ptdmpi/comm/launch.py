@@ -37,8 +37,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     try:
         os.getcwd()
-    # raise InputError here, because otherwise Open MPI or MKL would end the process with a message
-    # of their own
+    # raise InputError here, because otherwise Open MPI or MKL would end the process with a less
+    # helpful message
     except OSError as error:
         raise InputError(
             f"the current directory is gone ({error.strerror}); cd to one that exists"

@@ -102,7 +102,7 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 def leave(world: World, code: int) -> None:
     """End this process without MPI_Finalize, which can hang after the loss of a rank. All living
     ranks call `leave`."""
-    # if another rank is lost meanwhile, the barrier fails; this rank ends anyway
+    # if another rank is lost meanwhile, the barrier fails; then this rank ends without it
     with contextlib.suppress(MPI.Exception):
         world.control.Barrier()
     sys.stdout.flush()

@@ -69,8 +69,8 @@ class Before:
 @dataclass(frozen=True)
 class Answer:
     """The data with which a run continues. `changed` has a text for each difference between this
-    start and the checkpoint, the differences in the data first. `note` is a text for the user if
-    the checkpoint does not record its data, and empty otherwise."""
+    start and the checkpoint: first the differences in the data, then those in the settings. `note`
+    is a text for the user if the checkpoint does not record its data, and empty otherwise."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()

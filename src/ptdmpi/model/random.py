@@ -76,8 +76,8 @@ def _slab_rows(shape: Sequence[int]) -> int:
     return rows
 
 
-# `mix` is the finaliser of splitmix64 (Steele, Lea and Flood 2014), in wrapping int64 arithmetic.
-# These are its constants.
+# the constants of `mix`, the finaliser of splitmix64 (Steele, Lea and Flood 2014), which computes
+# in wrapping int64 arithmetic
 GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685

@@ -135,8 +135,8 @@ class Stage(nn.Module):
         if form is not None:
             codes.place_tables(form, device)
         if model.positions == "rope" and self.layers:
-            # convert the tables to the compute type here, because otherwise each layer would have a
-            # converted copy of its own
+            # convert the tables to the compute type here, because otherwise each layer would make a
+            # converted copy
             compute = next(self.parameters()).dtype
             cos, sin = rotary_table(model, device)
             cos, sin = cos.to(compute), sin.to(compute)

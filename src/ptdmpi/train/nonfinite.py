@@ -1,11 +1,12 @@
 """Losses and gradients that are not finite: the search for their origin, and the limit on skipped
 steps.
 
-Every step tests only the loss and the global gradient norm, which are computed anyway. If one of
-them is not finite, the step updates neither the weights nor the optimizer state. At this time, the
-sums over ranks have already spread the value that is not finite to all ranks. To find the origin of
-this value, the step is computed a second time, and every output is tested. Dropout masks depend
-only on the samples, so the second computation gives the same values as the first.
+Every step tests only the loss and the global gradient norm, which every step computes in any case.
+If one of them is not finite, the step updates neither the weights nor the optimizer state. At this
+time, the sums over ranks have already spread the value that is not finite to all ranks. To find the
+origin of this value, the step is computed a second time, and every output is tested. Dropout masks
+depend only on the seed, the step and the samples, so the second computation gives the same values
+as the first.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ class Validation:
     """The validations of one run, on one rank. Every rank must call `after_step` after each step
     for which `due` returns True.
 
-    `standing` contains the results of the validations so far. They are the same on all ranks.
+    `standing` contains the results of the validations so far, which are the same on all ranks.
     """
 
     def __init__(

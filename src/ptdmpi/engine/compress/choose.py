@@ -10,7 +10,7 @@ from ptdmpi.engine.compress.sparse import RandomK, TopK
 def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     """Return the compressor that the section [data_parallel] names.
 
-    Without error feedback, the unbiased form of a compressor is used if there is one. With error
+    Without error feedback, the unbiased variant of a compressor is used if there is one. With error
     feedback, an unbiased compressor with variance bound omega (see `Compressor`) would not
     contract, so its decoded values are divided by 1 + omega. Without this division, the compression
     errors that error feedback stores would grow from step to step. The decentralized method needs a

@@ -7,8 +7,8 @@ weight W and the bias b:
 In a column-parallel linear, B is divided in the same way as W, and every rank has the full A. Each
 rank computes only one term of the gradient of A, and the terms are summed over the tensor axis once
 per step. In a row-parallel linear, A is divided in the same way as W, and every rank has the full
-B. The adapter's partial product is added to the partial product of W before the all-reduce, so the
-adapter needs no message of its own.
+B. The adapter's partial product is added to the partial product of W before the all-reduce, so no
+additional message is sent for the adapter.
 """
 
 from collections.abc import Callable

@@ -43,8 +43,8 @@ class _Rescale(Function):
         kept = []
         for columns, weight in scales:
             y[..., columns].mul_(weight)
-            # save x itself if all channels are scaled, because x is in memory anyway; otherwise
-            # copy the scaled channels
+            # if all channels are scaled, save x itself, which needs no additional memory; otherwise
+            # save a copy of the scaled channels
             part = x[..., columns]
             if part.shape != x.shape:
                 part = part.clone()

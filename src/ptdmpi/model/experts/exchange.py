@@ -39,8 +39,8 @@ class RowCounts(NamedTuple):
 class Dispatch(Protocol):
     """The interface for the exchange of a microbatch's rows (activations of tokens) between ranks.
     This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
-    each with j weights: j = 1 if rows are sent to the ranks of their experts, because a row is then
-    sent once for each expert, and j = k otherwise. `held` has the rows of each expert of this rank;
+    each with j weights. If rows are sent to the ranks of their experts, a row is sent once for each
+    expert, so j = 1; otherwise j = k. `held` has the rows of each expert of this rank;
     in `held`, this rank's first expert has the number 0. `counts` has the numbers of rows that
     ranks send to each other, or is None if nothing is sent."""
 

@@ -42,9 +42,9 @@ from ptdmpi.plan.layout.grid import EXPERT_AXES, SAME_EXPERTS
 
 
 class Router(nn.Module):
-    """A router for E experts: its weight [E, hidden], of which every tensor rank has a full copy,
-    and its balance numbers [E], one for each expert, which help to give all experts equally many
-    tokens (see `Routing`). The balance numbers change at the end of each step
+    """A router for E experts: its weight [E, hidden], and its balance numbers [E], one for each
+    expert. Every tensor rank has a full copy of both. The balance numbers help to give all experts
+    equally many tokens (see `Routing`). They change at the end of each step
     (`engine/loads.py`)."""
 
     def __init__(self, row: MixExperts) -> None:
@@ -244,9 +244,9 @@ class MixturePass:
         return self.routing.losses(logits, loads, self.router.balance)
 
     def trained(self, logits: Tensor, loads: SequenceLoads | None) -> list[Tensor]:
-        """Return the router's losses, multiplied by their factors. If all tensor ranks route the
-        same tokens, they have the same losses, and all tensor ranks except the first return an
-        empty list; gradients are summed over the tensor ranks, so each loss then counts once."""
+        """Return the router's losses, multiplied by their factors. Gradients are summed over the
+        tensor ranks. If all tensor ranks route the same tokens, they have the same losses; so that
+        each loss counts once, all tensor ranks except the first then return an empty list."""
         if not self.factors or not self.tokens.first:
             return []
         losses = self.losses(logits, loads)

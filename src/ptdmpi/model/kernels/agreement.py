@@ -69,16 +69,16 @@ class Settled(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The kernels of a run: `kept` are the kernels that are stored for the run, in their stored
-    form, and `taken` are the kernels that the run uses now."""
+    """The kernels of a run: `kept` are the kernels that are stored for the run, as the dict that
+    the function `stored` returns, and `taken` are the kernels that the run uses now."""
 
     kept: dict[str, list[str]]
     taken: Choice
 
 
 def stored(choice: Choice) -> dict[str, list[str]]:
-    """Return a choice of kernels in the form that is stored in run directories and checkpoints (see
-    the module `stored`)."""
+    """Return the dict that is stored in run directories and checkpoints for a choice of kernels:
+    kind of kernel -> texts (see the file `stored.py`)."""
     if isinstance(choice, DeviceChoice):
         return _on_device(choice.attention, choice.triton)
     return written(choice)

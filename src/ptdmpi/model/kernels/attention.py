@@ -184,8 +184,8 @@ class PackedKernel:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Return True for attention with windows or documents that is not computed in blocks, if
-        FlashAttention supports the input's type and sizes."""
+        """Return True for attention with windows or documents on a GPU, if this rank has all
+        positions and FlashAttention supports the input's type and sizes."""
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
@@ -235,7 +235,7 @@ class MaskedKernel:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Return True for attention with windows or documents that is not computed in blocks."""
+        """Return True for attention with windows or documents on a GPU, or in a compiled graph."""
         return _is_limited(self.scores, given) and not _in_blocks(given.q)
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -328,8 +328,8 @@ class WholeKernel:
 
 
 def _needs_filled_values(q: Tensor) -> bool:
-    """Return True if the kernel of attention for the queries q [b, heads, s, head size], without a
-    mask, needs values with the head size of the queries. PyTorch's CPU kernel and FlashAttention
+    """Return True if the kernel of attention without a mask needs values with the head size of the
+    queries q [b, heads, s, head size]. PyTorch's CPU kernel and FlashAttention
     need such values. The GPU kernel for wider types also supports values with a smaller head size.
     """
     return q.device.type == "cpu" or (_has_flash(q) and flash_takes(q.shape[3]))
@@ -365,9 +365,9 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
-    """Return the tensors `parts` (keys or values), [b, key heads, s, head size] each, with one key
-    head for each query head of q: [b, heads, s, head size]. Key heads that several query heads
-    share are copied."""
+    """Return the tensors `parts` (keys or values) with as many heads as the queries q: [b, key
+    heads, s, head size] -> [b, heads, s, head size]. A key head that several query heads share is
+    copied for each of them."""
     group = q.shape[1] // parts[0].shape[1]
     if group == 1:
         return parts

@@ -73,7 +73,8 @@ def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tu
     """Return two values for each row of `flat` [s b, V/t]: the greatest logit over all ranks'
     columns, and the label's logit, which is 0 if this rank does not have the label's column.
     `local` has the label's column, and `here` is True if this rank has it. The callers subtract the
-    greatest logit so that exponentials do not overflow. This does not change the loss."""
+    greatest logit so that exponentials do not overflow; the subtraction does not change the loss.
+    """
     # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
     top = widened(flat.amax(-1))
     target = widened(flat.gather(-1, local)[:, 0])

@@ -32,8 +32,8 @@ class PreferenceLoss:
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
         """Return three sums over the pairs of a microbatch, computed from this tensor rank's
-        columns of the logits: the losses, the reward margins, and the number of preferred answers
-        that have the greater reward. The logits are overwritten.
+        columns of the logits: the losses, the reward margins, and the number of pairs in which the
+        preferred answer has the greater reward. The logits are overwritten.
 
         All ranks of the context axis compute the same pairs of answers. Each pair must be counted
         once, so only the rank with the first position returns the sums; all other ranks return 0.

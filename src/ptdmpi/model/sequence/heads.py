@@ -86,7 +86,7 @@ class _PartOfHeads(Function):
 def _parts(joined: Tensor, heads: Sequence[int], sizes: Sequence[int]) -> Iterator[Tensor]:
     """Divide the last dim of a tensor into queries, keys and values (or their gradients), and yield
     each of them as [..., heads, size]. `heads` and `sizes` have the numbers of heads and the head
-    sizes of the three."""
+    sizes of these three tensors."""
     widths = [count * size for count, size in zip(heads, sizes, strict=True)]
     for part, count in zip(joined.split(widths, dim=-1), heads, strict=True):
         yield part.unflatten(-1, (count, -1))
@@ -132,7 +132,8 @@ class _AllHeads(Function):
 
 
 def _by_heads(x: Tensor, axis: ContextAxis) -> Tensor:
-    """Exchange a tensor that has all heads at this rank's positions, [s / c, b, heads d], for this
-    rank's part of the heads at all positions, [s, b, heads d / c]."""
+    """Exchange heads between the c ranks of the context axis. `x` [s / c, b, heads d] has all heads
+    at this rank's positions; the result [s, b, heads d / c] has this rank's part of the heads at
+    all positions."""
     by_rank = x.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3).flatten(0, 1)
     return axis.in_order(axis.comm.all_to_all(by_rank.contiguous()))

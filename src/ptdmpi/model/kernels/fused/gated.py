@@ -106,7 +106,7 @@ def forward(x: Tensor, activation: str) -> Tensor:
 
 def backward(x: Tensor, dy: Tensor, activation: str) -> Tensor:
     """Return the gradient of x [..., 2 width] for the gradient dy [..., width] of the output. Both
-    are contiguous."""
+    arguments must be contiguous."""
     dx = torch.empty_like(x)
     _launch(_backward, (x, dy, dx), dy.shape[-1], activation)
     return dx

@@ -220,8 +220,8 @@ class Placing:
         call and before the next one."""
         if self.device.type == "cpu":
             return list(batches)
-        # the slot that the last call filled is free when all computations that were issued until
-        # now have ended
+        # the last call filled a slot; this slot is free when all computations that have been issued
+        # up to now are complete
         if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []

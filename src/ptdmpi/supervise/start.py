@@ -67,8 +67,7 @@ class LauncherStart:
         this machine. Return how the ranks ended.
 
         If no rank has reported why the job ended, print the launcher's notices. Do not print them
-        if `quiet` is True, or if the exit code means that the run is complete, that its input is
-        bad, or that it has stopped on request.
+        if `quiet` is True, or if the exit code means success, bad input or a stop on request.
         """
         code = self.process.wait()
         # ranks that outlive the launcher would keep the run directory locked

@@ -294,8 +294,8 @@ class Supervisor:
     # -- requests to stop, and lines that the supervisor prints ----------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: ask the ranks to stop. After the third request, end the ranks at
-        once."""
+        """Handle a signal: ask the ranks to stop. At the third request, end the ranks at once. A
+        signal within AGAIN_S seconds of the last request is ignored."""
         now = time.monotonic()
         if self._requests and now - self._asked_s < AGAIN_S:
             return

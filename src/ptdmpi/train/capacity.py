@@ -233,7 +233,7 @@ def rank_memory_bytes(device: torch.device, sharing: int) -> int:
     On a GPU, the result is the free memory divided by `sharing`, plus the memory that this
     process's allocator has already reserved. Contexts, communicators and other processes reduce the
     free memory. On a host, the result is the total memory divided by `sharing`, minus the resident
-    memory of this process.
+    memory of this process, but at most the address space that RLIMIT_AS leaves to this process.
     """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)

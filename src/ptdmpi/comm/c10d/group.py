@@ -304,9 +304,9 @@ class TransportGroup(ProcessGroup):
 
 
 class _Begun(dist.Work):
-    """A send or receive of torch.distributed that has begun. A receive writes to the tensor `into`:
-    the caller's tensor if that is contiguous, otherwise a contiguous tensor, which is copied to the
-    caller's tensor when the message has arrived."""
+    """A send or receive of torch.distributed that has begun. A receive writes to the contiguous
+    tensor `into`. This is the caller's tensor, if that tensor is contiguous. Otherwise `into` is
+    copied to the caller's tensor when the message has arrived."""
 
     def __init__(self, handle: Handle, tensors: list[Tensor], into: Tensor | None = None) -> None:
         super().__init__()

@@ -248,10 +248,11 @@ def _input_gradients(
 def _quicker_from(
     sizes: Sequence[int], before: Sequence[float], after: Sequence[float]
 ) -> int | None:
-    """Return the smallest of `sizes` at which, and above which, the second kernel is always faster.
+    """Return the smallest of `sizes` from which on the second kernel is always faster, by at least
+    the fraction LEAST_GAIN.
 
     `before` and `after` are the seconds of the first and the second kernel at `sizes`. Return None
-    if the second kernel is not faster at the largest size.
+    if the second kernel is not that much faster at the largest size.
     """
     least = None
     for size, first_s, second_s in sorted(zip(sizes, before, after, strict=True), reverse=True):

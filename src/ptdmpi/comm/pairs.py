@@ -16,8 +16,8 @@ def pair_order(
     sent.
 
     Think of the ranks of the group as a ring. Messages are sorted by the distance `apart` between
-    their two ranks around this ring. The one of these ranks from which `apart` steps upwards lead
-    to the other rank is `start`. Among messages of the same distance, those with an even
+    their two ranks around this ring. `start` is the rank from which `apart` steps upwards around
+    the ring lead to the other rank. Among messages of the same distance, those with an even
     `start // apart` come first. In this order, a message in a ring, a grid or an exponential graph
     waits for few other messages, and not for a chain of messages around the ring.
     """

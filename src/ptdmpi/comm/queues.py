@@ -117,7 +117,7 @@ class _DevicePassed:
         self._module.current_stream(self._device).wait_event(self._event)
 
     def host_waits(self) -> None:
-        """Wait for the event."""
+        """Make the host wait until the device has passed the event."""
         self._event.synchronize()
 
 

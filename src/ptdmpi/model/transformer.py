@@ -71,11 +71,11 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
 def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     """Return RoPE's frequencies, changed for longer contexts as in Llama 3.1.
 
-    Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. For other
-    frequencies, the rule interpolates between these two results, with a weight that is linear in
-    the number of turns. This rule of Llama 3.1 is not in Dubey et al. 2024; its source is
-    `apply_scaling` in Meta's repository llama-models.
+    Frequencies with fewer than `rope_low_factor` turns within the original context length
+    (`rope_original_length`) are divided by `rope_factor`. Frequencies with more than
+    `rope_high_factor` turns do not change. For other frequencies, the rule interpolates between
+    these two results, with a weight that is linear in the number of turns. This rule of Llama 3.1
+    is not in Dubey et al. 2024; its source is `apply_scaling` in Meta's repository llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -87,16 +87,17 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
     """Return RoPE's frequencies, changed for longer contexts as in YaRN (Peng et al. 2023, arXiv
     2309.00071, section 3.2).
 
-    Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`. Frequencies with more than `rope_high_factor` turns do not change. For other
-    frequencies, the rule interpolates between these two results. The weight is linear in the index
-    of the frequency, between two integer indices, as in the authors' code and in the package
-    `transformers`. In the paper itself, the weight is linear in the number of turns.
+    Frequencies with fewer than `rope_low_factor` turns within the original context length
+    (`rope_original_length`) are divided by `rope_factor`. Frequencies with more than
+    `rope_high_factor` turns do not change. For other frequencies, the rule interpolates between
+    these two results. The weight is linear in the index of the frequency, between two integer
+    indices, as in the authors' code and in the package `transformers`. In the paper itself, the
+    weight is linear in the number of turns.
     """
 
     def dimension(turns: float) -> float:
-        """Return the index of the frequency that makes `turns` turns within the original length. In
-        general this index is not an integer."""
+        """Return the index of the frequency that makes `turns` turns within the original context
+        length. In general this index is not an integer."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
         return model.rotary_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 

@@ -18,9 +18,9 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of the ranks after one start. `code` is the launcher's exit code, or 128 + N if
-    signal N ended the launcher. `failed` is True if a rank has reported an exception or a hang of
-    the program.
+    """The result of one start of the ranks, known when the launcher has ended. `code` is the
+    launcher's exit code, or 128 + N if signal N ended the launcher. `failed` is True if a rank has
+    reported an exception or a hang of the program.
     """
 
     code: int

@@ -52,9 +52,9 @@ class LowRankAdapter(Computing):
         self.b = declare(size, shape_of_b, "zeros", split=outputs, partial_gradient=rows)
 
     def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
-        """Return `x`, the input or the gradient of the input, after dropout. Without a random
-        `stream` there is no dropout. The backward computes the dropout mask again, so the mask is
-        not stored."""
+        """Return `x`, the input or the gradient of the input, after dropout. If `stream` is None,
+        return `x` unchanged. The backward computes the dropout mask again, so the mask is not
+        stored."""
         if stream is None or self.part.dropout == 0.0:
             return x
         at = stream.at(self.part.number, first_channel=self.first_channel)

@@ -144,7 +144,8 @@ class _Distillation(Function):
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """The loss of a run with the section [distillation], on one tensor axis."""
+    """The loss of a run that distills a teacher (section [distillation] of the configuration). All
+    ranks of the tensor axis `axis` compute it together."""
 
     config: DistillationConfig
     axis: TensorAxis

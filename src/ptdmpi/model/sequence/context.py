@@ -126,7 +126,7 @@ class _UnderWay:
 
     def begin(self, result: Tensor, message: Handle) -> Tensor:
         """Store a message that has begun. Return the tensor that receives the result of the
-        message, which is not complete yet."""
+        message. This tensor is complete only after `end`."""
         self._result, self._message = result, message
         return result
 

@@ -280,20 +280,23 @@ class Residual:
 
     def __call__(self, x: Tensor, y: Tensor, context: Context) -> Tensor:
         """Return x + dropout(y)."""
-        return x + self.dropped(y, context)
+        return x + (y if context.stream is None else self.dropped(y, context))
 
     def dropped(self, y: Tensor, context: Context) -> Tensor:
         """Return dropout(y), or y itself without dropout."""
         return drop_hidden(y, context, self.rate, place=self.place, axis=self.axis)
 
 
+# `compute(*inputs, context)` returns the output of an operator, or a tuple of outputs
+Compute = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
 class RowStep(NamedTuple):
-    """A row (the description of an operator) and the function that computes the operator.
-    `compute(*inputs, context)` returns the output of the operator, or a tuple of outputs. `last`
+    """A row (the description of an operator) and the function that computes the operator. `last`
     has the names of the inputs that no later operator reads."""
 
     row: Operator
-    compute: Callable[..., Tensor | tuple[Tensor, ...]]
+    compute: Compute
     last: frozenset[str]
 
 
@@ -342,11 +345,12 @@ def _attention(owner: nn.Module, row: Operator, build: Build) -> Callable[..., T
     return core
 
 
-def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
+def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Compute | None:
+    if build.context.exchange != "all_gather":
+        return None
+
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the queries at this rank's positions, and the keys and values at all positions."""
-        if build.context.exchange != "all_gather":
-            return q, k, v
         # copy q, because as a view of a common tensor it would keep this rank's k and v in memory,
         # which are not needed after the gather
         return q.clone(), *build.context.whole_keys(k, v)
@@ -354,23 +358,24 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
     return compute
 
 
-def _dealt(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
+def _dealt(owner: nn.Module, row: Operator, build: Build) -> Compute | None:
+    if build.context.exchange != "ulysses":
+        return None
+
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return queries, keys and values of this rank's part of the heads, at all positions."""
-        if build.context.exchange != "ulysses":
-            return q, k, v
         return part_of_heads(q, k, v, build.context)
 
     return compute
 
 
-def _joined(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+def _joined(owner: nn.Module, row: Operator, build: Build) -> Compute | None:
+    if build.context.exchange != "ulysses":
+        return None
     kept = keeps_outputs(build.model, build.selective)
 
     def compute(y: Tensor, context: Context) -> Tensor:
         """Return the outputs of all heads at this rank's positions."""
-        if build.context.exchange != "ulysses":
-            return y
         return all_heads(y, build.context, kept=kept)
 
     return compute
@@ -412,9 +417,11 @@ def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]
     return module
 
 
-Maker = Callable[[nn.Module, Operator, Build], Callable[..., Tensor | tuple[Tensor, ...]]]
+Maker = Callable[[nn.Module, Operator, Build], Compute | None]
 # Class of a row (the description of an operator) -> the function that makes and registers the
-# operator's torch module. A new kind of operator needs an entry here.
+# operator's torch module. The function returns None if the operator computes nothing in the given
+# layout. The operator's outputs are then its inputs, which have the same names. A new kind of
+# operator needs an entry here.
 MAKERS: Mapping[type[Operator], Maker] = {
     Normalize: _norm,
     Multiply: _product,
@@ -448,10 +455,13 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
         row, count = rows[0], 1
         if _gathers_early(rows[:3], build):
             row, count = replace(row, outputs=rows[2].outputs), 3
-            compute: Callable[..., Any] = _early_keys(owner, rows[:3], build)
+            compute: Compute | None = _early_keys(owner, rows[:3], build)
         else:
             compute = maker_of(row)(owner, row, build)
         rows = rows[count:]
+        if compute is None:
+            assert row.inputs == row.outputs, f"{row.name} must compute its outputs"
+            continue
         last = frozenset(name for name in row.inputs if not read_after(rows, name))
         steps.append(RowStep(row, compute, last))
     return tuple(steps)
@@ -475,6 +485,8 @@ def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -
         inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]
         outputs = compute(*inputs, context)
         if isinstance(outputs, Tensor):
-            outputs = (outputs,)
-        values.update(zip(row.outputs, outputs, strict=True))
+            (name,) = row.outputs
+            values[name] = outputs
+        else:
+            values.update(zip(row.outputs, outputs, strict=True))
     return values

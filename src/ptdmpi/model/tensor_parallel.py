@@ -148,7 +148,7 @@ class Gathered:
         return self._whole
 
 
-@dataclass(frozen=True)
+@dataclass
 class LinearPass:
     """One forward pass of a linear, with the objects that the backward needs: the parameters, the
     tensor axis, the kernels, the adapters that are added to the product, and the random stream for
@@ -164,8 +164,10 @@ class LinearPass:
     @property
     def parameters(self) -> list[Parameter | None]:
         """Return all parameters of the pass, so that they can be passed to autograd."""
-        pairs = [weight for adapter in self.adapters for weight in (adapter.a, adapter.b)]
-        return [self.weight, self.bias, *pairs]
+        parameters: list[Parameter | None] = [self.weight, self.bias]
+        for adapter in self.adapters:
+            parameters += (adapter.a, adapter.b)
+        return parameters
 
     def own(self, rows: Tensor) -> Tensor:
         """Return the rows of a weight, or of its gradient, that belong to the outputs of the pass.
@@ -313,7 +315,7 @@ def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the two groups of tensors that `LinearPass.keep` has saved: those of the input, and
     the inner activations of the adapters. The tensors are detached, because otherwise they would
     keep their autograd graphs in memory."""
-    saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+    saved = tuple(map(Tensor.detach, ctx.saved_tensors))
     return saved[: ctx.kept], saved[ctx.kept :]
 
 

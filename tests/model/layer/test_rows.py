@@ -6,7 +6,7 @@ Half types are run both ways: multiplied as they are, and widened as on a proces
 instructions.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import get_args
 from unittest import mock
@@ -131,13 +131,14 @@ class Row:
 
 
 def measured(placed: Placed, context: Context) -> dict[str, Row]:
-    """Run a layer row by row, forward and backward, and return what each row did."""
+    """Run a layer row by row, forward and backward, and return what each row did. A row that has no
+    step in this layout did nothing."""
     axis = placed.axis
     whole = random_tensor("x", (S, B, H), placed_precision(placed))
     x = positions(context.positions.of(whole), axis).clone()
     values = {"x": x.requires_grad_()}
     weights = {weight.untyped_storage().data_ptr() for weight in placed.layer.parameters()}
-    rows = {}
+    rows: dict[str, Row] = defaultdict(Row)
     for step in placed.layer.steps:
         row = rows[step.row.name] = Row()
         inputs = {name: values[name].detach().clone().requires_grad_() for name in step.row.inputs}

@@ -82,11 +82,11 @@ class Kernels:
         Return True in three cases: the precision requires float32, this device cannot multiply the
         type, or the run began on a device that could not multiply the type.
         """
-        if dtype == self._narrow or not host.multiplies(device_type, dtype):
+        if dtype == self._narrow:
             return True
         if device_type != "cpu" or dtype not in HALF_TYPES:
             return False
-        return self.chosen("cpu", dtype).half == "widened"
+        return not host.multiplies("cpu", dtype) or self.chosen("cpu", dtype).half == "widened"
 
     def widened(self, x: Tensor) -> Tensor:
         """Return the operand `x` of a product, converted to the type in which the device multiplies
@@ -132,13 +132,14 @@ class Kernels:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
         matrix. `which` names the field of `OneDnnLinears` that has the least size at which the
         fused call is used."""
-        if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
-            return False
-        # a compiled graph supports this call only for constant weights (Inductor asserts this)
-        if self.widens("cpu", x.dtype) or torch.compiler.is_compiling():
+        elements = x.numel()
+        if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not elements:
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
-        return x.shape[:-1].numel() * weight.numel() >= least
+        if elements // x.shape[-1] * weight.numel() < least:
+            return False
+        # a compiled graph supports this call only for constant weights (Inductor asserts this)
+        return not (self.widens("cpu", x.dtype) or torch.compiler.is_compiling())
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
         """Add the gradient of a weight, dy^T x summed over the positions, to `total` [outputs,

@@ -24,7 +24,7 @@ from ptdmpi.model.tensor_parallel import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Part(LinearPass):
     """The forward pass of a linear that computes only some of its outputs: the `columns`."""
 

@@ -122,11 +122,11 @@ def test_the_path_of_a_step_is_short_and_counted():
     assert int(stated[1]) == sum(len(part.files) for part in step_path.PARTS)
     lines = int(stated[2].replace(",", ""))
     assert lines == pytest.approx(step_path.total(), rel=0.1)
-    assert step_path.total() <= 5_000
     code = re.search(r"About ([\d,]+) of these lines are code", readme)
     assert code is not None
     counted = step_path.total(step_path.code_lines_of)
     assert int(code[1].replace(",", "")) == pytest.approx(counted, rel=0.05)
+    assert counted <= 3_600
 
 
 def test_presets_of_the_pages_exist():

@@ -4,7 +4,8 @@ such as a forward. A row of the table has all properties of one kind of op.
 All code that depends on the kind of an op reads `OP_KINDS`: the text of ops, their dependencies,
 the method that the runner calls, spans, drawings, simulated costs, and the memory that a rank
 holds. A new kind of op needs three things: a row in this table, the method of
-`ptdmpi.model.stage.Stage` that the row names, and a schedule that uses the kind."""
+`ptdmpi.model.stage.Stage` that the row names, and a schedule that uses the kind.
+"""
 
 import re
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class Ink:
     rank.
 
     `shades` are for pictures, and `ansi` are backgrounds among the 256 colours of a terminal.
-    `shades` and `ansi` are both in the order of the chunks."""
+    `shades` and `ansi` are both in the order of the chunks.
+    """
 
     name: str
     shades: tuple[str, str, str, str]
@@ -54,7 +56,8 @@ class OpKind:
     gradients of its stage's weights.
 
     Time: `cost` is the name of an attribute of `simulate.Costs`, such as "forward_s". The simulated
-    time of the op is this attribute times `share`. Drawings use `mark` and `ink`."""
+    time of the op is this attribute times `share`. Drawings use `mark` and `ink`.
+    """
 
     letter: str
     span: str

@@ -7,7 +7,8 @@ steady state and cool-down) and the rank of each stage are defined only in this 
 `zero_bubble`.
 
 In every schedule, each stage runs both its forwards and its backwards in ascending order of the
-microbatches. Gradients are therefore summed in the same order in every schedule and layout."""
+microbatches. Gradients are therefore summed in the same order in every schedule and layout.
+"""
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +77,8 @@ class Schedule:
 
     `pipeline` (p) is the number of ranks, `virtual` (v) the number of chunks per rank, and
     `microbatches` (m) the number of microbatches. The model is cut into p x v stages, and
-    `placement` has the rank of each stage."""
+    `placement` has the rank of each stage.
+    """
 
     kind: str
     placement: Placement
@@ -125,7 +127,8 @@ class Schedule:
 
         The result has the op that produces the input of `op`, and, for the same stage and
         microbatch, the ops whose kinds are in `OpKind.after`. For example, a backward needs its
-        forward."""
+        forward.
+        """
         source = self.source(op)
         own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
         return (*own,) if source is None else (source, *own)
@@ -143,7 +146,8 @@ class Schedule:
         time. A forward is the computation of one stage on one microbatch.
 
         A forward is in flight from its start to the end of its backward, or to its own end if the
-        schedule has no backwards."""
+        schedule has no backwards.
+        """
         return tuple(
             int(most_held(order, lambda inventory, stage: inventory == ACTIVATIONS))
             for order in self.orders
@@ -157,7 +161,8 @@ class Schedule:
         property `closed_form` has the formula as text. With p ranks, v chunks per rank and m
         microbatches, the bubble (p - 1) / (v m) is exact for 1f1b, and for interleaved if p divides
         m (Narayanan et al. 2021, sections 2.2.1 and 2.2.2). The idle times of the zero-bubble
-        schedules are explained in the module `zero_bubble`."""
+        schedules are explained in the module `zero_bubble`.
+        """
         idle_s = KINDS[self.kind].bubble.idle_s(forward_s, input_s, weight_s)
         busy_s = self.virtual * self.microbatches * (forward_s + input_s + weight_s)
         return (self.pipeline - 1) * idle_s / busy_s
@@ -174,7 +179,8 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     If a rank has several chunks, each chunk runs all microbatches before the next chunk starts
     (breadth first: Lamy-Poirier 2023, arXiv 2211.05953). Backwards run in ascending order of the
     microbatches, so that gradients are summed in the same order in every schedule. (The paper has
-    descending order.)"""
+    descending order.)
+    """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
     # the backwards of the last chunk come first, because the other chunks need the gradients that
     # they send
@@ -188,7 +194,8 @@ def one_forward_one_backward(
     Figure 4, top).
 
     Rank r of p ranks has one chunk and starts with p - r - 1 forwards, one for each rank after it.
-    Then forwards and backwards alternate, so at most p - r forwards are in flight."""
+    Then forwards and backwards alternate, so at most p - r forwards are in flight.
+    """
     (stage,) = chunks
     forwards = [Op(FORWARD, stage, i) for i in range(microbatches)]
     backwards = [Op(BACKWARD, stage, i) for i in range(microbatches)]
@@ -208,7 +215,8 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
     An op needs only ops of its own microbatch, so the remaining ops never wait for an omitted op,
     and the shorter order has no deadlock. Every chain of ops that wait for each other in the
     shorter order is part of such a chain in the full order, so the makespan is at most the makespan
-    for m rounded up."""
+    for m rounded up.
+    """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
         return
@@ -226,7 +234,8 @@ def forward_only(
 
     The order runs one group of microbatches after the other, and within a group one chunk after the
     other, so every forward comes after the forward that it needs. The order can therefore be
-    executed with any placement of stages."""
+    executed with any placement of stages.
+    """
     padded = interleaved(rank, chunks, pipeline, microbatches)
     yield from (op for op in padded if op.kind == FORWARD)
 
@@ -247,7 +256,8 @@ def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
 
     Plain 1F1B begins with one forward for each later rank. Interleaved 1F1B begins with two
     forwards for each later rank, and with p = `pipeline` forwards for each chunk except the last
-    (Narayanan et al. 2021, section 2.2.2)."""
+    (Narayanan et al. 2021, section 2.2.2).
+    """
     if virtual == 1:
         return pipeline - rank - 1
     return 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline
@@ -277,7 +287,8 @@ class Bubble:
 
     Each of p ranks is idle for (p - 1) `idle_s(F, I, W)`, where F, I and W are the times of a
     chunk's forward and of the two parts of its backward. `text` is the resulting formula of the
-    bubble (idle time / ideal time)."""
+    bubble (idle time / ideal time).
+    """
 
     idle_s: Callable[[float, float, float], float]
     text: str
@@ -299,7 +310,8 @@ class ScheduleKind:
     this op, rank r has at least as many microbatches of every chunk in flight as rank r + 1 has
     during its op. If `splits` is True, each backward is split into two ops. `ahead(rank, p, v, m)`
     is a lower bound of the number of forwards that a rank runs before the first op that frees
-    memory; 0 is always valid. A search uses this bound to exclude layouts that cannot fit."""
+    memory; 0 is always valid. A search uses this bound to exclude layouts that cannot fit.
+    """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
     place: Callable[[int, int, int], int] = in_turn
@@ -357,7 +369,8 @@ def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule
     `pipeline` ranks.
 
     Raises InputError for an unknown kind, for a size below 1, and for a number of chunks per rank
-    with which the kind cannot be used."""
+    with which the kind cannot be used.
+    """
     if kind not in KINDS:
         close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)
         hint = f'did you mean "{close[0]}"? ' if close else ""

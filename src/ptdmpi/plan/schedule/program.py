@@ -70,7 +70,8 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     called inside an op or started at the end of an op: all replicas execute the same program, so
     such a collective has the position of its op in the total order. An output is sent as soon as it
     is computed, because no other Compute comes between the Compute of an op and the Send of its
-    output. Raises DeadlockError if ops of the schedule wait for each other in a circle."""
+    output. Raises DeadlockError if ops of the schedule wait for each other in a circle.
+    """
     # any positive costs of ops give an order that cannot deadlock; these costs are similar to the
     # costs of real ops
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
@@ -102,7 +103,8 @@ def post_early(program: Program) -> Program:
     messages of each pair (sender, receiver) separately. The receive is then posted one op earlier,
     and the message can arrive while this op is computed. Only nonblocking receives may be moved. A
     blocking receive could wait for a message that depends on an op which this rank runs only after
-    the receive, and a receive in a device's queue would delay the messages after it."""
+    the receive, and a receive in a device's queue would delay the messages after it.
+    """
     early: list[Action] = []
     since_compute: list[Action] = []  # the last Compute action and the Send actions after it
     for action in program:
@@ -129,7 +131,8 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
     Raises MismatchError in these cases: a Receive gets the message of another op; a Send runs
     before its op is computed; a received message is never used; a Compute runs before its inputs
     are computed or requested; an op is missing, is computed twice, or is on a different rank than
-    other ops of its stage."""
+    other ops of its stage.
+    """
     wire = _Rendezvous(programs, nonblocking_receives)
     wire.run()
     wire.check_nothing_left()
@@ -231,7 +234,8 @@ def structure_of(programs: Sequence[Program]) -> Schedule:
     """Return the schedule that consists of the Compute actions of the programs. The programs must
     obey the dependencies of its ops.
 
-    Raises MismatchError unless every op occurs exactly once and each stage is on one rank."""
+    Raises MismatchError unless every op occurs exactly once and each stage is on one rank.
+    """
     orders = tuple(tuple(a.op for a in program if isinstance(a, Compute)) for program in programs)
     home: dict[int, int] = {}
     seen: set[Op] = set()

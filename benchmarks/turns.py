@@ -30,10 +30,10 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Run all sides in `rounds` rounds, and return a table with a row for each side. "per_s" is the
-    side's rate per second, and "ratio" is this rate divided by the rate of the side `plain` in the
-    same round; both are medians over the rounds. "least" and "greatest" are the smallest and the
-    largest ratio."""
+    """Run each side (one of the compared programs or methods) once per round, in `rounds` rounds
+    after a warm-up round. Return a table with a row for each side. "per_s" is the side's rate per
+    second, and "ratio" is this rate divided by the rate of the side `plain` in the same round; both
+    are medians over the rounds. "least" and "greatest" are the smallest and the largest ratio."""
     # the first round is a warm-up
     done = [round_of(sides, number) for number in range(rounds + 1)][1:]
     table = {}

@@ -29,7 +29,7 @@ from ptdmpi.data.scores.stored import ScoreWriter
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
-STEPS = 120  # Number of steps of a run, so that a run trains some dozen steps between two deaths.
+STEPS = 120  # Number of steps of a run: enough for up to 20 deaths before the run ends.
 # Section, or key, that is no kind of run -> the reason.
 LEFT_OUT: Mapping[str, str] = {
     "run": "how a run starts, stops and recovers, which `torture` and the tests try",

@@ -42,7 +42,8 @@ def prepare(source: Path, work: Path = WORK) -> Path:
 
 
 def unpack(source: Path, target: Path) -> None:
-    """Write a .gguf file as a model directory in bfloat16, with its tokenizer."""
+    """Convert the .gguf file `source` to a Hugging Face model directory `target`, with dequantized
+    weights in bfloat16 and the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -129,7 +129,7 @@ class TitanTrainer:
     Losses are sums over tokens, divided by the number of tokens in the complete batch. Parameters
     are sharded over the data ranks, even if there is only one data rank, because torchtitan
     computes in bf16 with float32 master weights only if parameters are sharded. Gradients are
-    reduced into shards after each microbatch.
+    reduced into shards after each microbatch; with a pipeline, once per step.
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:

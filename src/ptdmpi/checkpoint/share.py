@@ -47,8 +47,9 @@ def divide(
     for number, shape in enumerate(shapes):
         size = math.prod(shape) * element_bytes
         units = shape[0] if size > WHOLE_BYTES else 1
-        # -(-a // b) rounds up; the result is the number of the first row (or slice) that begins at
-        # or after the cut
+        # -(-a // b) rounds up. For `at`, the begin or the end of this rank's section, the result is
+        # the index of the first row that begins at or after `at` (in a slice that is not cut, the
+        # slice itself counts as its only row)
         first, last = (min(units, max(0, -((offset - at) * units // size))) for at in (begin, end))
         if first < last:
             yield number, slice(0, shape[0]) if units == 1 else slice(first, last)

@@ -35,9 +35,9 @@ class WireTraits:
         return ""
 
     def pending(self) -> str:
-        """Return the name (as in `busy`) of the collective that this rank's device executes. Return
-        "" if the device executes no collective, or still computes earlier work. This method never
-        waits, and any thread may call it."""
+        """Return the name of the collective that this rank's device is executing at the moment. The
+        names are those of `Communicator.busy`. Return "" if the device executes no collective, or
+        still computes earlier work. This method never waits, and any thread may call it."""
         return ""
 
     def failure(self) -> str:

@@ -134,7 +134,7 @@ def restarts_command(
 def network_command(
     *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
 ) -> Reply:
-    """Predict step times on slower, tapered and two-tier networks."""
+    """Predict step times on slower and faster networks, and with slow links between pods."""
     return network.answer(pricer_of_names(model, cluster, batch), ranks, pod)
 
 

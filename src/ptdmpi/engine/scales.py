@@ -78,8 +78,9 @@ class ScaleHistory:
         return every
 
     def update(self, sent: Tensor | None) -> None:
-        """Compute exponents from the greatest magnitudes in this step, and add them to the state.
-        `sent` has these magnitudes; it is the result of the method `sent`."""
+        """Compute the exponent of each operand from its greatest magnitude in this step, and append
+        the exponent to the operand's history in the state. `sent` is the result of the method
+        `sent`: the greatest magnitudes of all operands."""
         if sent is None:
             return
         host = sent.cpu()

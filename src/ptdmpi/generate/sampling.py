@@ -1,7 +1,7 @@
 """Sampling of the next token from float32 logits: temperature, top-k, top-p.
 
-The choice is a pure function of (seed, number of the sample, position). The sampled token depends
-neither on the layout nor on the rest of the batch.
+The random numbers depend only on the seed, the index of the sample and the position. So, for equal
+logits, the sampled token depends neither on the layout nor on the other samples of the batch.
 """
 
 from dataclasses import dataclass

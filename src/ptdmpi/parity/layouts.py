@@ -88,7 +88,8 @@ class ComparedModel:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Return the keys of the section [model] for the compared model."""
+        """Return the settings (key -> value) of the configuration section [model] that describe the
+        compared model."""
         return {
             "kind": self.kind,
             **MORE.get(self.kind, {}),
@@ -102,8 +103,8 @@ class ComparedModel:
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Return the keys of the section [adapt] for the compared model. The result is empty,
-        because all parameters are trained."""
+        """Return the settings (key -> value) of the configuration section [adapt] for the compared
+        model. The result is empty, because all parameters are trained."""
         return {}
 
     @property
@@ -120,7 +121,8 @@ class AdaptedModel(ComparedModel):
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Return the keys of the section [adapt] for the compared model."""
+        """Return the settings (key -> value) of the configuration section [adapt], which describe
+        the adapters of the compared model."""
         if self.method == "ia3":
             return {"method": self.method}
         return {"method": self.method, "rank": 4, "dropout": 0.1 if self.dropout else 0.0}

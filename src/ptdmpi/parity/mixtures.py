@@ -43,7 +43,8 @@ class MixtureModel(ComparedModel):
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Return the keys of [model] for this model."""
+        """Return the settings (key -> value) of the configuration section [model] that describe the
+        compared model."""
         return {
             **super().keys,
             "experts": EXPERTS,

@@ -83,15 +83,16 @@ def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
 
 def register() -> None:
     """Register the backend and its rendezvous handlers in torch.distributed. With the init_method
-    `ptdmpi://`, torch.distributed takes the ranks from MPI. Without an init_method, it does the
-    same if the environment variable RANK is not set, as under plain mpirun."""
+    `ptdmpi://`, torch.distributed takes the ranks from MPI. Without an init_method,
+    torch.distributed does the same if no rank is given and the environment variable RANK is not
+    set, as under plain mpirun."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler(BACKEND, _meet)
     by_environment = _rendezvous_handlers["env"]
 
     def meet_by_environment(url: str, **given: Any) -> Iterator[tuple[Store, int, int]]:
-        """Use torch's own rendezvous if the environment has the variable RANK; otherwise take the
-        ranks from MPI.
+        """Use torch's own rendezvous if the environment has the variable RANK, or if the
+        init_method `url` gives the rank ("rank="). Otherwise take the ranks from MPI.
         """
         if "RANK" in os.environ or "rank=" in url:
             return by_environment(url, **given)

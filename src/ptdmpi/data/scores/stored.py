@@ -66,7 +66,7 @@ class ScoreKind:
 
 
 class ScoreWriter:
-    """The arrays of one shard while they are written, from the first token to the last.
+    """A writer of the arrays of one shard, in the order of the shard's tokens.
 
     Arrays are appended piece by piece, because the arrays of a whole shard may not fit into memory.
     At the end of a `with` block, the writer removes unfinished files.

@@ -76,8 +76,10 @@ class QueryRun(NamedTuple):
 
 
 def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
-    """Yield this rank's queries of all sequences, which have `length` positions, as runs of
-    consecutive queries within one document. `seen` has the documents and this rank's positions."""
+    """Divide this rank's queries into runs, and yield the runs. The queries of a run have
+    consecutive positions and are in one document. Each sequence has `length` positions. `seen` has
+    the documents and this rank's positions. Without documents, a run has its positions in all
+    sequences."""
     whole = [(slice(None), 0, length)]
     if seen.documents is not None:
         whole = [(slice(row, row + 1), begin, end) for row, begin, end in seen.documents.pieces]

@@ -1,2 +1,2 @@
-"""Multi-head latent attention: the operations between its linear layers and the core of
-attention."""
+"""The modules that only multi-head latent attention needs: they make queries, keys and values by
+head, cache latent vectors, and use fused kernels for values that are smaller than keys."""

@@ -71,9 +71,11 @@ def widened(chunk: Tensor) -> Tensor:
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
     """Return two values for each row of `flat` [s b, V/t]: the greatest logit over all ranks'
-    columns, and the label's logit, which is 0 if this rank does not have the label's column.
-    `local` has the label's column, and `here` is True if this rank has it. The callers subtract the
-    greatest logit so that exponentials do not overflow; the subtraction does not change the loss.
+    columns, and the label's logit, which is 0 if this rank does not have the label's column. For
+    each row, `local` [s b, 1] is the index of the label's column among this rank's columns, and
+    `here` [s b] is True if this rank has that column. Otherwise `local` is any legal index, and its
+    logit is not used. The callers subtract the greatest logit so that exponentials do not overflow;
+    the subtraction does not change the loss.
     """
     # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
     top = widened(flat.amax(-1))
@@ -82,10 +84,11 @@ def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tu
 
 
 class Softmax(NamedTuple):
-    """The tensors that the backward pass of `softmax_losses` needs: the buffer of the logits
-    (`flat` [s b, V/t]), the column of each label (`local`), whether this rank has this column
-    (`here`), the greatest logit of each row (`top`), and the sum of the exponentials over all
-    columns (`totals`)."""
+    """The tensors that the backward pass of `softmax_losses` needs. `flat` [s b, V/t] is the buffer
+    of the logits. `local` [s b, 1] is the index of each label's column among this rank's columns,
+    and `here` [s b] is True if this rank has that column. `top` [s b] is the greatest logit of each
+    row, and `totals` [s b] is the sum of the exponentials; both are over the columns of all ranks.
+    """
 
     flat: Tensor
     local: Tensor

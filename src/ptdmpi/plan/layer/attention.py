@@ -409,9 +409,10 @@ class Attend(Operator):
 
     def _has_output_again(self, sizes: Sizes) -> bool:
         """Return True if the kernel's backward reads the output of attention, and `backward_bytes`
-        must add the bytes of this output. Another operator counts the memory of the output as free:
-        the next linear layer in its backward, or, with "ulysses", `JoinHeads` until the output is
-        sent back."""
+        must add the bytes of this output. Another operator keeps this output: the next linear layer
+        keeps it as its input, or, with "ulysses", `JoinHeads` keeps it. The planner counts the kept
+        activations of later operators as freed before the backward of attention begins. But the
+        kernel still reads the output then (with "ulysses", the copy that was sent back)."""
         reads = keeps_outputs(sizes.model, selective=False)
         if sizes.operand_bytes != sizes.compute_bytes or not reads:
             return False

@@ -97,12 +97,14 @@ class LayerBuild:
 
     def sublayer(self, name: str, place: int, *operators: Operator) -> Sublayer:
         """Return a sublayer that consists of one or two norms, the operators `operators`, and a
-        residual sum. The first of `operators` reads "y", and the last writes "y".
+        residual sum. The first of `operators` must read the tensor named "y" (the branch inside the
+        residual connection), and the last must write "y".
 
         `model.block_norm` selects the form of the sublayer: "pre": x + f(norm(x)); "post": norm(x +
         f(x)) (Vaswani et al. 2017, BERT); and "sandwich": x + norm(f(norm(x))) (Ding et al. 2021,
-        arXiv 2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of
-        the layer may have this number (`OTHER_MASKS`).
+        arXiv 2105.13290). With "post", no norm precedes the operators, so the first operator is
+        changed to read the residual stream, "x". `place` is the number of the sublayer's dropout
+        mask. No other mask of the layer may have this number (`OTHER_MASKS`).
         """
         residual = AddResidual(
             name=f"{name}.residual",

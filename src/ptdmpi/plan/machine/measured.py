@@ -1,9 +1,14 @@
 """Times of kernels and messages on a machine that `ptdmpi probe` measured. The tables of measured
 times replace the rates of data sheets.
 
-Between measured sizes, times are interpolated in logarithms. Outside the range of measured sizes,
-the rate is assumed to be constant. For a group whose number of ranks was not measured, times are
-scaled by the number of steps and the bytes of a ring.
+Between measured sizes, times and rates are interpolated in logarithms. Outside the range of
+measured sizes, the rate is assumed to be constant; only messages below the smallest measured size
+are assumed to take as long as a message of this size.
+
+For a group of n ranks that was not measured, the times of the measured group with the nearest
+number of ranks are used. The part of these times that is latency is scaled with n - 1 (the number
+of steps of a ring), and the rest with (n - 1) / n (the fraction of the tensor that a rank of a ring
+sends).
 """
 
 import bisect

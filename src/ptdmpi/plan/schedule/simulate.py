@@ -35,8 +35,9 @@ class Span:
     """A span: an activity of one rank from `start_s` to `end_s`.
 
     `kind` is the kind of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of an op,
-    such as "F2.0", or empty. For the kinds "receive" and "send", `op` names the op whose output is
-    received or sent.
+    such as "F2.0" (the forward of stage 2 for microbatch 0). For the kinds "receive" and "send",
+    `op` names the op whose output is received or sent. `op` is "" if the activity does not belong
+    to an op, for example for the kind "optimizer".
     """
 
     rank: int

@@ -92,8 +92,9 @@ class JoinLatents(Operator):
     """
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that rotate queries and the rotary key, and join each with the
-        unrotated elements, and the kernel that writes the values."""
+        """Yield the kernels that compute queries, keys and values. Queries: rotate their last
+        elements, and join these with the unrotated elements. Keys: rotate the rotary key, and join
+        it with the unrotated elements of each head's key. Values: copy them."""
         shape = _Shape.of(sizes)
         e = sizes.compute_bytes
         yield from shape.rotations(e, turns_back=False)
@@ -102,8 +103,8 @@ class JoinLatents(Operator):
         yield MemoryPass(2 * shape.values * e)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that rotate the gradients back, sum the gradient of the rotary key over
-        the heads, and join the gradients of the outputs of the linear layers."""
+        """Yield the kernels of the backward. They rotate gradients back, sum the gradient of the
+        rotary key over the heads, and join the parts of each gradient of an input."""
         shape = _Shape.of(sizes)
         e = sizes.compute_bytes
         yield from shape.rotations(e, turns_back=True)

@@ -24,9 +24,9 @@ def filled(x: Tensor, size: int) -> Tensor:
 
 
 def cut(out: Tensor, size: int) -> Tensor:
-    """Return the first `size` elements of each output of a head, out [b, heads, s, d]. The result
-    [b, heads, s, size] has the positions as its first dim in memory, then sequences and heads. If
-    `size` is d, return `out` itself."""
+    """Return the outputs of the heads, `out` [b, heads, s, d], cut off after `size` elements. The
+    result [b, heads, s, size] has the positions as its first dim in memory, then sequences and
+    heads. If `size` is d, return `out` itself."""
     if out.shape[-1] == size:
         return out
     taken = out[..., :size].permute(2, 0, 1, 3)

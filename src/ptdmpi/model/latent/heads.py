@@ -87,7 +87,9 @@ class LatentHeads:
     def _unexpanded(
         self, q: Tensor, latent: Tensor, key: Tensor, angles: Rotary
     ) -> tuple[Tensor, ...]:
-        """Return queries and keys for a pass with a cache."""
+        """Return queries [b, a / t, s, c + r], keys [b, 1, s, c + r], and the same keys again as
+        values, for a pass with a cache. `latent` [s, b, c] are the latent vectors. The other
+        arguments are those of `__call__`, with the cosines and sines `angles`."""
         q = q.unflatten(-1, (-1, self.head_size))
         plain, rotated = q.split([self.plain, self.head_size - self.plain], dim=-1)
         queries = torch.cat((self.absorbed.queries(plain), *_rotated(rotated, *angles)), -1)

@@ -133,7 +133,8 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
     ops = [Op(letter, stage, 0) for letter in kinds for stage in range(placed.stages)]
     slots = {op[:2]: slot for slot, op in enumerate(ops)}
     sources = [schedule.source(op) for op in ops]
-    # the number of an op minus the number of its source is the same for every microbatch
+    # for each kind and stage, find the source: the op on another stage that produces the input. An
+    # op and its source have the same microbatch, so it is enough to look at microbatch 0
     first_of = [-1 if source is None else slots[source[:2]] for source in sources]
     orders = []
     for order in schedule.orders:
@@ -162,8 +163,9 @@ def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
-    # both simulated numbers of microbatches include the incomplete round `rest`, whose time differs
-    # from a whole round because an interleaved schedule pads it
+    # both simulated numbers of microbatches include the incomplete round of `rest` microbatches.
+    # Such a round does not take the fraction rest / p of a whole round's time, because an
+    # interleaved schedule pads the round
     rest = microbatches % p
     shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most

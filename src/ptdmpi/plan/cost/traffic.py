@@ -217,8 +217,8 @@ class StepTraffic:
     @property
     def _is_scattered(self) -> bool:
         """Return True if each tensor-parallel rank sends only its slice of the activations to the
-        next stage. This is possible because all tensor-parallel ranks hold the same activations, so
-        that together they still send each element once."""
+        next stage. This is possible because all tensor-parallel ranks hold the same activations: if
+        each rank sends a different slice, the next stage still receives every element."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather

@@ -357,9 +357,10 @@ class Attend(Operator):
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of queries, keys, values and the output, of their float32 copies if
-        matrix products need them, of values and outputs that are filled up with zeros
-        (`latent.values`), and of the scores that are in memory at once."""
+        """Return the working bytes of the forward, the sum of four groups of tensors: queries,
+        keys, values and the output; float32 copies of these tensors, if matrix products need them;
+        values and outputs that are filled up with zeros (`latent.values`); and the scores that are
+        in memory at the same time."""
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes

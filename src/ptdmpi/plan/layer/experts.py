@@ -53,9 +53,10 @@ class MixExperts(Operator):
     `function` between them. `chosen` is the number of experts that are chosen for a token. If there
     are shared experts, their output is the second input of the operator, and is added to the sum.
     If the router has a bias, load balancing updates the bias in each step, and no gradient trains
-    it. Under sequence parallelism, the operator reads and writes "local" rows. `adapters` has the
-    adapters of each expert as pairs ("name of the linear layer.name of the adapter", adapter).
-    `shares_input` is True if the first linear layer of the shared experts already keeps the input.
+    it. Under sequence parallelism, the operator reads and writes only the rows of this rank's
+    positions. `adapters` has the adapters of each expert as pairs ("name of the linear layer.name
+    of the adapter", adapter). `shares_input` is True if the first linear layer of the shared
+    experts already keeps the input of this operator for the backward.
     """
 
     router: Linear

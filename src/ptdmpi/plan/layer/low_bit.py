@@ -243,7 +243,8 @@ def scaled_backward_bytes(
     input_first: bool = False,
 ) -> int:
     """Return the working bytes of the backward of a linear layer with `shape` = (inputs, outputs)
-    whose matrix products are in 8-bit floating point. If `input_first` is True, the gradient of the
+    whose matrix products are in 8-bit floating point. `keeps_codes` is True if the forward kept the
+    8-bit codes of the input instead of the input. If `input_first` is True, the gradient of the
     input is computed before the gradient of the weight, and stays in memory."""
     inputs, outputs = shape
     c = sizes.compute_bytes
@@ -264,7 +265,8 @@ def scaled_adding_bytes(
     `shape` = (inputs, outputs). The operands are the input and the gradient of the output. The
     result counts the input as decoded from its 8-bit codes, both operands after they are rounded
     (again) to 8-bit floating point, and the product. With delayed scales, an input that is decoded
-    from kept codes is not rounded again."""
+    from kept codes is not rounded again; `keeps_codes` is True if the forward kept these codes
+    instead of the input."""
     inputs, outputs = shape
     c = sizes.compute_bytes
     values = rows * inputs * c

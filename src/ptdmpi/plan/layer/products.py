@@ -34,10 +34,10 @@ from ptdmpi.plan.layer.sizes import Rows, Sizes
 class Multiply(Operator):
     """A linear layer with its adapters: [rows, inputs] -> [rows, outputs].
 
-    Under sequence parallelism, a column-parallel linear layer reads "local" rows, and a
-    row-parallel one writes "local" rows. `rows` says which rows the matrix product itself reads and
-    writes (`sizes.Rows`). `quantized` is the format of a quantized weight, or None; a quantized
-    weight is dequantized for each matrix product. `scaling` is the kind of scales if the matrix
+    Under sequence parallelism, a column-parallel linear layer reads the rows of this rank's
+    positions, and a row-parallel one writes these rows. `rows` says which rows the matrix product
+    itself reads and writes (`sizes.Rows`). `quantized` is the format of a quantized weight
+    (dequantized for each matrix product), or None. `scaling` is the kind of scales if the matrix
     products are in 8-bit floating point, and "none" if they have the type of the activations.
     `shares_input` is True if the input is part of a tensor that another operator keeps.
     """
@@ -86,8 +86,8 @@ class Multiply(Operator):
         return low_bit.cuts_blocks(self.linear, layout.tensor) if self.scaling == "block" else None
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
-        """Return two numbers of rows on this rank: the rows of the input before the collective of
-        the forward, and the rows of the output after this collective."""
+        """Return the numbers of rows on this rank of the input (before it is gathered, if it is
+        gathered) and of the output (after it is scattered, if it is scattered)."""
         rows = sizes.rows(self.rows)
         if self.rows != "whole" or self.linear.split is None:
             return rows, rows
@@ -296,8 +296,8 @@ class Multiply(Operator):
                 width = sum(part.weights(sizes.layout.tensor))
                 yield Item(f"{self.name}.scale{number}", rows * width, c)
         if not self.pairs:
-            # the adapters only scale, so they keep a gradient that exists anyway: the gradient of
-            # the output, or, if inputs are split, the gradient of the input
+            # all adapters are (IA)^3 adapters, whose gradient needs the gradient of the scaled
+            # values: of the output, or, if inputs are split, of the input
             width = self.linear.local(sizes.layout.tensor)[self.is_column]
             yield Item(f"{self.name}.gradient", rows * width, c)
 

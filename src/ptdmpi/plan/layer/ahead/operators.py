@@ -13,8 +13,9 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 @dataclass(frozen=True)
 class LookUpAgain(LookUp):
-    """Another look-up in the table of the embedding. The parameters of the table are not counted
-    again."""
+    """A second or later look-up in the table of the embedding, by a module for multi-token
+    prediction. The operator has no parts, because the first look-up already counts the parameters
+    of the table."""
 
     def parts(self) -> dict[str, Part]:
         return {}
@@ -22,7 +23,8 @@ class LookUpAgain(LookUp):
 
 @dataclass(frozen=True)
 class PredictAgain(Predict):
-    """Another use of the output head. The parameters of the head are not counted again."""
+    """A second or later use of the output head, by a module for multi-token prediction. The
+    operator has no parts, because the first use already counts the parameters of the head."""
 
     def parts(self) -> dict[str, Part]:
         return {}

@@ -178,6 +178,6 @@ class _Shape:
 
 
 class ExpandOutputs(Operator):
-    """In generation with a cache: the outputs of the heads as sums of latent vectors -> the outputs
-    in the size of the values. In training, the values are expanded before the attention core, so
-    this operator returns its input and has no costs."""
+    """In generation with a cache: the outputs of the heads, which are weighted sums of latent
+    vectors -> the same outputs, expanded to the size of a head's values. In training, the values
+    are expanded before the attention core, so this operator returns its input and has no costs."""

@@ -23,8 +23,8 @@ def fills_values(sizes: Sizes) -> bool:
         return False  # attention by matrix products
     if sizes.on_host:
         return True
-    # in float32 and float64, and with queries at only some positions, kernels are used that need no
-    # values of the size of keys
+    # in float32 and float64, and if a rank has queries at only some positions, the kernels also
+    # accept values that are smaller than keys
     return sizes.compute_bytes < sizes.wide_bytes and exchange != "all_gather"
 
 

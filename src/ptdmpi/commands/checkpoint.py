@@ -47,8 +47,8 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 def _summary(path: Path, tensors: bool) -> dict[str, Any]:
-    """Return what `inspect` shows about a checkpoint. The entry "problem" is None if the checkpoint
-    is complete."""
+    """Return the facts about a checkpoint that `inspect` prints: name -> value. The entry "problem"
+    is None if the checkpoint is complete."""
     try:
         manifest = sound_manifest(path)
     except InputError as error:

@@ -80,8 +80,8 @@ def work(
     source: Path, target: Path, form: LowBit, *, world: "World", options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Quantize the model at `source` on rank 0, and write it to `target` in the format `form`.
-    Return the results, including the perplexities before and after. All ranks must call this
-    function, and all get the results.
+    Return the results, including the perplexities before and after the quantization. All ranks must
+    call this function, and all get the results.
 
     `options` are the options of the command. Raise InputError on all ranks for illegal options or
     inputs, before the computation if possible.

@@ -413,7 +413,7 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
 def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
     """Return the file with the chat template of the conversations on which the adapter was trained;
     None if the adapter has no template. Also return a note if the template is not found."""
-    # import h5py only where shards may be read
+    # this module imports h5py, which is needed only for adapters that have shards
     from ptdmpi.inference.tokenizer import template_file
 
     try:
@@ -436,7 +436,7 @@ def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None,
 def _tokenizer_of(stored: StoredModel) -> str:
     """Return the name of the base model's tokenizer for the section [task]; "" if the tokenizer is
     in the model's own directory, or is unknown."""
-    # import h5py only here: adapters of imported models have no shards
+    # this module imports h5py, which is needed only for models that have shards
     from ptdmpi.inference.text import name_of
 
     if (stored.path / KEPT).is_dir():

@@ -47,9 +47,10 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of the directory to write: config.json, the header of each weight file, the
-    other files of the directory `kept`, and the files `others` (contents by name). `note` says
-    which files are missing, or differ from the files in `kept`."""
+    """The contents of the directory to write. `config` is the content of config.json. `headers` has
+    the header of each weight file, by name. All other files of the directory `kept` are copied.
+    `others` has further files: name -> content. `note` is for the user: it says which files are
+    missing, or differ from the files in `kept`."""
 
     family: Family
     config: dict[str, Any]
@@ -187,9 +188,11 @@ def _contents_of(kept: Path) -> Contents:
 
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents of the original model, whose files `from_hf` stored in the directory
-    `kept`, but with the heads and the keys of the trained model `stored`. Raise InputError if the
-    original model has a head for a task but the trained model predicts tokens."""
+    """Return the contents of the target directory for a model that was converted from Hugging Face.
+    `kept` is the directory in which `from_hf` stored the files of the original model. The contents
+    are those of the original model, with the heads of the trained model `stored` and its changed
+    keys. Raise InputError if the original model has a head for a task but the trained model
+    predicts tokens."""
     contents = _contents_of(kept)
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
         raise InputError(
@@ -302,7 +305,7 @@ def _buffers(kept: Path | None) -> set[str]:
 def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
     """Return the contents of the target directory for a model that was not converted from Hugging
     Face."""
-    # import h5py only here: imported models have no shards
+    # this module imports h5py, which is needed only for models that have shards
     from ptdmpi.convert.tokenizer import tokenizer_of
 
     model = stored.config().model
@@ -341,7 +344,7 @@ def _with_template(contents: Contents, stored: StoredModel) -> Contents:
     on, if there were any."""
     if not (stored.datasets or (stored.path / TEMPLATE).is_file()):
         return contents
-    # import h5py only here: imported models have no shards
+    # this module imports h5py, which is needed only for models that have shards
     from ptdmpi.convert.tokenizer import template_of
 
     template = template_of(stored, contents.kept)

@@ -197,7 +197,7 @@ class ValidationBatches:
 
     def microbatches(self) -> Iterator[MicrobatchRows]:
         """Yield this rank's microbatches, which are read one at a time. A microbatch has weights
-        only if it contains repeated rows."""
+        only if it contains copies of the last sample (see the class)."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
             # all ranks need the same number of microbatches, because they call the same collectives

@@ -25,8 +25,8 @@ def files_of(
     tokens.
 
     The texts are encoded by `tokenizer`, or by the tokenizer of the model `stored` if `tokenizer`
-    is None. A sequence has at most as many tokens as `config` allows. Raise InputError if a
-    tokenizer or a file cannot be used.
+    is None. A sequence has at most as many tokens as the key `model.seq_length` of `config` says;
+    longer texts are cut. Raise InputError if a tokenizer or a file cannot be used.
     """
     text = find_text(stored, tokenizer)
     frame = framing(text, tokenizer or name_of(stored), config.model)

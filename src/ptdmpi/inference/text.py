@@ -29,7 +29,7 @@ class Text:
     """A model's tokenizer and its special ids.
 
     `prefix` has the ids that come before every text, for example LLaMA's <s>. `ends` are the ids
-    that end a text. `eod` is the id with which an empty text begins.
+    that end a text. `eod` is the end-of-text id from which a model continues an empty text.
     """
 
     tokenizer: Tokenizer

@@ -210,7 +210,8 @@ class Stage(nn.Module):
         if self.drops and step is not None:
             stream = RandomStream.of(self.seed, step, batch.samples, self.positions)
         if self.rotary is not None and batch.documents is not None:
-            # [s, 1, 1, head size] -> [s, b, 1, head size]
+            # select the cosines and sines [s, 1, 1, head size] by each token's position in its
+            # document: [s, b, 1, head size]
             (cos, sin) = self.rotary
             at = self.positions.of(batch.documents.positions)
             rotary = (cos[at, 0], sin[at, 0])

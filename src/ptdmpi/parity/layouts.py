@@ -226,11 +226,10 @@ class Case:
 
     @property
     def effects(self) -> dict[str, Any]:
-        """Return what the settings of the case really change, by name: for example, whether the
-        stages have unequal numbers of layers. In some layouts a setting has no effect: for example,
-        sequence parallelism with one tensor rank. The covering set therefore also contains all
-        pairs of effects, so that each pair of settings occurs in a layout in which both have an
-        effect.
+        """Return the effects of the case's settings, by name: for example, whether the stages have
+        unequal numbers of layers. In some layouts a setting has no effect: for example, sequence
+        parallelism with one tensor rank. The covering set therefore also contains all pairs of
+        effects, so that each pair of settings occurs in a layout in which both have an effect.
         """
         layout = self.layout
         model = self.model

@@ -38,8 +38,8 @@ class Comparison:
     """A comparison of a case with another case, `base`. The results of both training runs must have
     the same bits.
 
-    `attempt` is the number of a repetition. The number is above 0 if the same training run is done
-    twice and the two results are compared.
+    If the same training run is done twice and the two results are compared, `attempt` is the number
+    of the second run, which is above 0. Otherwise it is 0.
     """
 
     section: str

@@ -240,8 +240,7 @@ def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]
 def as_json(
     rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()
 ) -> dict[str, Any]:
-    """Return the table of verdicts as nested dicts and lists for `json.dumps`. Other programs can
-    read it."""
+    """Return the table of verdicts as nested dicts and lists for `json.dumps`."""
     return {
         "ranks": ranks,
         "steps": steps,

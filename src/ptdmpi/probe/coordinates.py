@@ -37,7 +37,7 @@ LAST_LAYER, LOGITS = "after the last layer", "logits"
 @dataclass
 class Coordinates:
     """The root mean squares of activations. `sizes` maps (parametrization, name of the activation)
-    to a list with a number for each of the `widths`."""
+    to a list of root mean squares, one for each of the model widths `widths`."""
 
     widths: tuple[int, ...]
     sizes: dict[tuple[str, str], list[float]] = field(default_factory=dict)

@@ -344,7 +344,8 @@ class Feed:
 
     def bigram_loss(self) -> float:
         """On rank 0, return the validation loss of a bigram model (see `ShardSource.bigram_loss`).
-        On all other ranks, return 0.0. The loss does not depend on the layout.
+        On all other ranks, and if the samples do not come from shards, return 0.0. The loss does
+        not depend on the layout.
         """
         if self.axes.world.rank or not isinstance(self.source, ShardSource):
             return 0.0

@@ -18,8 +18,8 @@ MOST_FAULTS = 8  # maximum number of faults that are printed on separate lines
 
 
 class Stopping:
-    """The end of one run before its last step: on request, by early stopping, or because of a
-    corrupt state. This class prints the reason for the end.
+    """The object that ends a run before its last step, on request, by early stopping, or because of
+    a corrupt state. It prints the reason.
     """
 
     def __init__(

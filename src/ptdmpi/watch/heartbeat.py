@@ -1,9 +1,10 @@
 """The heartbeat: a thread of each rank that reports the rank's progress to rank 0, even if the main
 thread hangs.
 
-Rank 0 has a table with the newest report of each rank. After a stall or a failure, rank 0 prints
-what each rank is doing, and for which ranks it waits. Rank 0 also makes every rank write the stacks
-of its threads to a file. Then rank 0 ends the job. Rank 1 monitors rank 0 (`deputy.py`).
+Rank 0 has a table with the newest report of each rank. After a stall or a failure, rank 0 prints,
+for each rank, what this rank is doing and for which other ranks it waits. Rank 0 also makes every
+rank write the stacks of its threads to a file. Then rank 0 ends the job. Rank 1 monitors rank 0
+(`deputy.py`).
 """
 
 import atexit

@@ -7,8 +7,8 @@ from pathlib import Path
 from ptdmpi.base.lock import FileLock
 from ptdmpi.config import InputError
 
-# A run waits this long for the lock. A job that Slurm has requeued may start before the previous
-# job has ended, and NFS releases the locks of a dead node only after 90 s.
+# Number of seconds for which a run waits for the lock. A job that Slurm has requeued may start
+# before the previous job has ended, and NFS releases the locks of a dead node only after 90 s.
 WAIT_S = 100.0
 POLL_S = 0.5
 

@@ -61,12 +61,12 @@ class TransportGroup(ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """The name of the group in torch.distributed."""
+        """Return the name of the group in torch.distributed."""
         return self._name
 
     @property
     def group_name(self) -> str:
-        """The name of the group in torch.distributed."""
+        """Return the name of the group in torch.distributed."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:

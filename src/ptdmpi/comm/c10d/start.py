@@ -31,7 +31,7 @@ class MpiSession:
         self.store = MpiStore(self.world.control)
         device = self.world.device()
         name, _ = preferred(device)
-        if name == "torch":  # it needs torch.distributed, which has not started
+        if name == "torch":  # this transport needs torch.distributed
             name = "mpi"
         self.wire = wire_named(name, device)
         self.wire.open(self.world.control)
@@ -48,8 +48,9 @@ class MpiSession:
         return cls.now
 
     def group(self, ranks: Sequence[int], name: str) -> TransportGroup:
-        """Return the process group of the given world ranks; only these ranks call this method. If
-        the ranks have GPUs, the group uses the transport for GPUs.
+        """Return the process group of the given world ranks; only these ranks call this method. The
+        group uses the transport of the session: NCCL if the ranks have NVIDIA GPUs and `nccl4py` is
+        installed, otherwise MPI.
         """
         from mpi4py import MPI
 

@@ -89,8 +89,8 @@ class Slab:
             yield begin + self.first // self.lines + tile
 
     def names(self, runs: Sequence[int]) -> Iterator[int]:
-        """Yield the number of each compression block (see `unit_number`), tile by tile. `runs` has
-        the indices of the wanted blocks within a tile."""
+        """Yield the numbers of some compression blocks (see `unit_number`), tile by tile. In each
+        tile, these are the blocks whose indices within the tile are in `runs`."""
         for tile in range(self.tiles):
             for run in runs:
                 yield unit_number(self.entry.name, self.first + tile * self.lines, run)

@@ -1,4 +1,5 @@
-"""The page as one HTML document."""
+"""The interactive page of a run's report, as one HTML document that contains its script, its style
+and its data."""
 
 import base64
 import hashlib

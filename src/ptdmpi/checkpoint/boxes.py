@@ -216,8 +216,8 @@ class Reader:
 
     def _read_mean(self, names: Sequence[str], wanted: Box, target: Array) -> None:
         """Fill `target` with the slice `wanted` of the mean of the tensors `names`, one tensor for
-        each replica. As in a training run, they are summed in the order of the replicas, in their
-        own data type, and the sum is divided by the number of replicas."""
+        each replica. As in a training run, the tensors are summed in the order of the replicas, in
+        their own data type, and the sum is divided by the number of replicas."""
         total = np.zeros(wanted.size, self.tensors[names[0]].dtype)
         own = np.empty_like(total)
         for name in names:

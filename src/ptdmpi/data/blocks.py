@@ -17,8 +17,9 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, format_checksum
 
 BLOCKS = "token_blocks"
-# The number of tokens of a block: 32 KiB, if a token has the type uint16. With this size, computing
-# the checksum of a block takes about as long as a page fault on a file that is not cached.
+# The number of tokens of a block. If the tokens have the type uint16, a block has 32 KiB. With this
+# size, computing the checksum of a block takes about as long as a page fault on a file that is not
+# cached.
 BLOCK_TOKENS = 1 << 14
 
 

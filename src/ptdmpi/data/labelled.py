@@ -54,8 +54,8 @@ class LabelledForm:
     """The format of the samples that a model reads: rows of `seq_length` ids, padded with the id
     `pad`. If `first` is True, the model's head reads the activation at the first token, as in a
     model with bidirectional attention. If `first` is False, the head reads the activation at the
-    last token of each sequence, which does not depend on padding. `last_type` is the token type of
-    the second text.
+    last token of each sequence; with causal attention, this activation does not depend on padding.
+    `last_type` is the token type of the second text.
     """
 
     seq_length: int

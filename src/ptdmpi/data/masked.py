@@ -179,7 +179,7 @@ class MaskedSamples:
         the number of words n is a random number; n is reduced if so many words would exceed
         `budget`, leave the segment or overlap an earlier n-gram. `words` has, for each segment, the
         positions of the first tokens of its words and the end of the segment. `chances` has random
-        numbers, float [2, n], with n at least the number of words: the first row determines the
+        numbers, float [2, m], with m at least the number of words: the first row determines the
         order of the n-grams, and the second row their lengths.
         """
         first = np.concatenate([own for own, _ in words])

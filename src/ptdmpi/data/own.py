@@ -93,8 +93,8 @@ class OwnDataset:
         return ids, weights.astype(np.float32)
 
     def _array(self, values: Any, name: str, number: int) -> np.ndarray:
-        """Return `values`, the ids or weights of sample `number`, as an array. Raise InputError,
-        with the `name` of the values, if they cannot be converted to an array."""
+        """Return `values`, the ids or weights of sample `number`, as an array. If the values cannot
+        be converted to an array, raise InputError with a message that contains `name`."""
         try:
             return np.asarray(values)
         except (TypeError, ValueError, OverflowError) as error:

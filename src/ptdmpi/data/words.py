@@ -136,8 +136,8 @@ def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
     yield from ((token["content"], token["id"]) for token in tree.get("added_tokens", []))
 
 
-# A function that returns two values for a token: whether it can continue the word of the previous
-# token, and whether the next token can continue its word.
+# A function that returns two values for a token: whether this token can continue the word of the
+# previous token, and whether the next token can continue the word of this token.
 Ends = Callable[[str], tuple[bool, bool]]
 
 

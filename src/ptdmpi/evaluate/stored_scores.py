@@ -35,9 +35,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Scorer(ABC):
-    """A kind of stored outputs. It defines the windows for which a model computes the outputs, and
-    the arrays that are stored for each window. A window is a training sample of `length` tokens. If
-    `documents` is True, no token attends to another document.
+    """The base class of objects that compute the stored outputs of a model. A subclass defines the
+    windows for which the model computes outputs, and the arrays that are stored for each window. A
+    window is a training sample of `length` tokens. If `documents` is True, no token attends to
+    another document.
     """
 
     kind: ScoreKind
@@ -88,8 +89,8 @@ class Scorer(ABC):
 
 
 class ReferenceScorer(Scorer):
-    """The stored outputs of a reference model: the log-probability of each label in a dataset of
-    pairs of answers."""
+    """The scorer for a reference model, whose stored outputs are the log-probability of each label
+    in a dataset of pairs of answers."""
 
     kind = REFERENCE
     documents = True
@@ -128,9 +129,9 @@ class ReferenceScorer(Scorer):
 
 
 class TeacherScorer(Scorer):
-    """The stored outputs of a teacher: the `top` most probable tokens at the position of each
-    label. If `seq_length` or `documents` is None, the value from the teacher's own training is
-    used.
+    """The scorer for a teacher, whose stored outputs are the `top` most probable tokens at the
+    position of each label. If `seq_length` or `documents` is None, the value from the teacher's own
+    training is used.
     """
 
     kind = TEACHER

@@ -26,9 +26,8 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     would help.
 
     Compared with a training with an infinite batch, a training with B tokens in a step needs 1 +
-    B_simple / B times as many steps. Compared with the smallest possible number of samples, it
-    needs 1 + B / B_simple times as many samples (McCandlish et al. 2018, arXiv 1812.06162, equation
-    2.11).
+    B_simple / B times as many steps. This training needs 1 + B / B_simple times the smallest
+    possible number of samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
     """
     recorded = [record["gradient_noise"] for record in records if "gradient_noise" in record]
     # older versions also recorded the noise of skipped steps, which is not finite

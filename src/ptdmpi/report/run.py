@@ -99,8 +99,8 @@ def recorded(
 
 
 class _Measured(NamedTuple):
-    """The newest readable timeline of a run and its step, or None, and a text for each newer
-    timeline that cannot be read."""
+    """The newest readable timeline of a run, and the step that it shows; both are None if no
+    timeline is readable. `problems` has a text for each newer timeline, which cannot be read."""
 
     timeline: Timeline | None
     step: int | None
@@ -108,7 +108,7 @@ class _Measured(NamedTuple):
 
 
 def _measured(folder: Path) -> _Measured:
-    """Return the newest readable timeline in a folder."""
+    """Return the newest readable timeline in a folder, as a `_Measured`."""
     problems: list[str] = []
     for path in sorted(folder.glob("step-*.json"), reverse=True):
         try:

@@ -129,7 +129,8 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The answers to the requests of a browser: the page as HTML, and its new data as JSON."""
+    """A handler that answers one request of a browser: with the page as HTML, or with the new data
+    of the page as JSON."""
 
     server: PageServer
 

@@ -18,7 +18,7 @@ class StepSpans(NamedTuple):
     """The measurements of one step on this rank.
 
     `inside_s` maps the name of a group of ranks to the seconds that this rank spent in the
-    collectives of this group during its ops.
+    collectives of this group while the rank executed ops.
     """
 
     elapsed_s: float

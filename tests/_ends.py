@@ -25,7 +25,7 @@ from ptdmpi.config import Config, Layout
 from ptdmpi.model import transformer
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.kernels import compute_by
-from ptdmpi.model.operators import Context
+from ptdmpi.model.operators import Context, HiddenDropout
 from ptdmpi.model.output import heads
 from ptdmpi.model.output.losses import ORDER
 from ptdmpi.model.random import RandomStream
@@ -39,7 +39,6 @@ from ptdmpi.plan.layer.account import total_bytes
 from ptdmpi.plan.layer.elementwise import Activate
 from ptdmpi.plan.layer.ends import (
     CrossEntropy,
-    DropEmbedding,
     SelectPositions,
     Tanh,
 )
@@ -291,14 +290,12 @@ def call_of(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def callables(row: Operator, module: nn.Module) -> list[tuple[Any, str]]:
     """Return (owner, name) of what computes a row: a function, or the methods of its module."""
     match row:
-        case DropEmbedding():
-            return [(transformer, "drop_hidden")]
         case SelectPositions():
             return [(heads, "select_positions")]
         case Activate():
             return [(transformer, "gelu")]
         case Tanh():
-            return [(Tensor, "tanh"), (transformer, "drop_hidden")]
+            return [(Tensor, "tanh"), (HiddenDropout, "forward")]
         case CrossEntropy():
             return [(heads, "cross_entropy") if row.split else (F, "cross_entropy")]
     own = module.get_submodule(row.name)

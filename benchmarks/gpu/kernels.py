@@ -18,10 +18,12 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.model.kernels import USUAL, Kernels, agreement
 from ptdmpi.model.kernels.activation import gated
 from ptdmpi.model.kernels.compiler import missing_for_triton
+from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.output.cross_entropy import cross_entropy
+from ptdmpi.model.random import RandomStream
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import rotary_table
 from ptdmpi.plan.layout.grid import training_grid
@@ -123,6 +125,19 @@ def rms_norm_in_triton(x: Tensor, weight: Tensor) -> Tensor:
     return add_and_normalize(x, None, weight, None, eps=1e-5)[1]
 
 
+def dropout_formula(x: Tensor, keep: Tensor) -> Tensor:
+    """Return dropout of `x` [tokens, batch, hidden] with the bool mask `keep` [tokens,
+    batch, hidden]."""
+    return x * keep / (1.0 - DROPPED)
+
+
+def dropout_by(kernels: Kernels, samples: Tensor, x: Tensor, keep: Tensor) -> Tensor:
+    """Return dropout of `x` [tokens, batch, hidden] for the `samples` [batch]. The mask is computed
+    anew and equals `keep`."""
+    stream = RandomStream.of(1, 1, samples.to(x.device))
+    return drop_hidden(x, stream, DROPPED, kernels)
+
+
 def loss_formula(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses for `logits` [tokens, batch, vocabulary], computed by torch."""
     wide = logits.flatten(0, 1).float()
@@ -142,6 +157,7 @@ class SmallKernel(NamedTuple):
 
 
 IN_TRITON = Kernels(triton=KINDS)
+DROPPED = 0.1  # The rate of the measured dropout.
 
 
 def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[SmallKernel]:
@@ -165,6 +181,14 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
         rms_norm_formula,
         (hidden, torch.ones(model.hidden)),
         rms_norm_in_triton,
+    )
+    samples = torch.arange(b)
+    yield SmallKernel(
+        "dropout",
+        partial(dropout_by, USUAL, samples),
+        dropout_formula,
+        (hidden, RandomStream.of(1, 1, samples).hidden_mask(hidden.shape, DROPPED)),
+        partial(dropout_by, IN_TRITON, samples),
     )
     axis = TensorAxis(World().split(training_grid())["tensor"], False)
     logits = torch.randn(s, b, vocab_size)

@@ -26,6 +26,7 @@ from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import Activation
 from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
+from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.kernels.norm import Norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.latent import makers as latent
@@ -246,16 +247,24 @@ class SelfAttention(Computing):
         return self.kernels.product(dropout(weights, keep, self.rate), v)
 
 
-def drop_hidden(
-    x: Tensor, context: Context, rate: float, *, place: tuple[int, ...], axis: TensorAxis
-) -> Tensor:
-    """Return the activations x [s, b, h] after dropout at `rate`; under sequence parallelism, x has
-    only this rank's positions. `place` has the number of the layer and the number of the dropout
-    within the layer."""
-    if context.stream is None or rate == 0.0:
-        return x
-    stream = context.stream.at(*place, positions=axis.between_blocks(context.positions))
-    return dropout(x, stream.hidden_mask(x.shape, rate), rate)
+class HiddenDropout(Computing):
+    """Dropout of activations [s, b, h] at `rate`; under sequence parallelism, they have only this
+    rank's positions. `place` has the number of the layer and the number of the dropout within the
+    layer."""
+
+    def __init__(self, rate: float, place: tuple[int, ...], axis: TensorAxis) -> None:
+        super().__init__()
+        self.rate = rate
+        self.place = place
+        self.axis = axis
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Return the activations x after dropout, or x itself if nothing is dropped."""
+        if context.stream is None or self.rate == 0.0:
+            return x
+        positions = self.axis.between_blocks(context.positions)
+        stream = context.stream.at(*self.place, positions=positions)
+        return drop_hidden(x, stream, self.rate, self.kernels)
 
 
 @dataclass(frozen=True)
@@ -271,20 +280,13 @@ class Normalized:
 
 @dataclass(frozen=True)
 class Residual:
-    """The function x + dropout(y) for the residual stream x and the output y of a sublayer. `place`
-    identifies the dropout (see `drop_hidden`), and `rate` is its rate."""
+    """The function x + dropout(y) for the residual stream x and the output y of a sublayer."""
 
-    rate: float
-    place: tuple[int, ...]
-    axis: TensorAxis
+    dropout: HiddenDropout
 
     def __call__(self, x: Tensor, y: Tensor, context: Context) -> Tensor:
         """Return x + dropout(y)."""
-        return x + (y if context.stream is None else self.dropped(y, context))
-
-    def dropped(self, y: Tensor, context: Context) -> Tensor:
-        """Return dropout(y), or y itself without dropout."""
-        return drop_hidden(y, context, self.rate, place=self.place, axis=self.axis)
+        return x + (y if context.stream is None else self.dropout(y, context))
 
 
 # `compute(*inputs, context)` returns the output of an operator, or a tuple of outputs
@@ -406,7 +408,9 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
 
 def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, AddResidual)
-    return Residual(build.model.dropout, (build.layer, row.place), build.axis)
+    module = HiddenDropout(build.model.dropout, (build.layer, row.place), build.axis)
+    add(owner, row.name, module)
+    return Residual(module)
 
 
 def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:

@@ -79,8 +79,8 @@ def _slab_rows(shape: Sequence[int]) -> int:
 # the constants of `mix`, the finaliser of splitmix64 (Steele, Lea and Flood 2014), which computes
 # in wrapping int64 arithmetic
 GOLDEN = -7046029254386353131
-_MIX_1 = -4658895280553007687
-_MIX_2 = -7723592293110705685
+MIX_1 = -4658895280553007687
+MIX_2 = -7723592293110705685
 
 # The number of elements of a mask that are hashed at once on a CPU. Measurements compared all
 # powers of four from 2^14 to 2^22, and this number was the fastest.
@@ -95,8 +95,8 @@ def shift_right(value: Tensor, bits: int) -> Tensor:
 
 def mix(value: Tensor) -> Tensor:
     """Map int64 values bijectively to values in which each bit depends on all input bits."""
-    value = value.bitwise_xor(shift_right(value, 30)).mul_(_MIX_1)
-    value.bitwise_xor_(shift_right(value, 27)).mul_(_MIX_2)
+    value = value.bitwise_xor(shift_right(value, 30)).mul_(MIX_1)
+    value.bitwise_xor_(shift_right(value, 27)).mul_(MIX_2)
     return value.bitwise_xor_(shift_right(value, 31))
 
 
@@ -183,7 +183,7 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     `columns`."""
     # compare the upper half of the hash as an integer, because integer comparisons, unlike floats,
     # are exact on every device
-    threshold = round(rate * 2**32)
+    threshold = threshold_of(rate)
     columns = columns * GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)
@@ -196,6 +196,12 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):
         torch.ge(shift_right(mix(hashed + columns), 32), threshold, out=part)
     return kept.view(shape)
+
+
+def threshold_of(rate: float) -> int:
+    """Return the number with which the upper 32 bits of an element's hash are compared: the element
+    is dropped if they are less than this number."""
+    return round(rate * 2**32)
 
 
 def fold(key: int, *numbers: int) -> int:

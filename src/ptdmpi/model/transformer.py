@@ -29,8 +29,8 @@ from ptdmpi.model.operators import (
     Build,
     Context,
     Heads,
+    HiddenDropout,
     RowStep,
-    drop_hidden,
     install,
     run,
 )
@@ -223,7 +223,8 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()
         self.axis = axis
-        self.rate = model.dropout
+        # the hash of this dropout uses the layer number -1
+        self.dropout = HiddenDropout(model.dropout, (-1, 0), axis)
         parts = parameters.embedding(model, vocab_size)
         self.word = built.word_embedding(parts[WORD_TABLE], axis)
         self.scale = math.sqrt(model.hidden) if model.scale_embedding else None
@@ -250,8 +251,7 @@ class Embedding(nn.Module):
             x = x + self.token_type(self.axis.between_blocks().of(types))
         if self.norm is not None:
             x = self.norm(x)
-        # the hash of the embedding's dropout uses the layer number -1
-        return drop_hidden(x, context, self.rate, place=(-1, 0), axis=self.axis)
+        return self.dropout(x, context)
 
 
 class MaskedTransform(Computing):
@@ -299,10 +299,10 @@ class Classes(nn.Module):
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
-        self.rate = model.dropout
         # the hash of this dropout uses a layer number that no layer has: the number of layers
-        self.place = (model.layers, 0)
-        self.axis = TensorAxis(axis.comm)  # without sequence parallelism
+        place = (model.layers, 0)
+        undivided = TensorAxis(axis.comm)  # without sequence parallelism
+        self.dropout = HiddenDropout(model.dropout, place, undivided)
         self.pooler = None
         if "sentence.pooler" in parts:
             self.pooler = built.replicated_linear(parts["sentence.pooler"])
@@ -312,5 +312,5 @@ class Classes(nn.Module):
         """Return the scores [1, b, n] of activations [1, b, h]."""
         if self.pooler is not None:
             x = self.pooler(x).tanh()
-            x = drop_hidden(x, context, self.rate, place=self.place, axis=self.axis)
+            x = self.dropout(x, context)
         return self.classes(x)

@@ -50,7 +50,8 @@ KINDS_OF_MODELS = {
     "gemma": {"model.kind": "gemma2", "model.sliding_window": 4},  # norms before and after
     "llama bf16": LLAMA | {"precision.compute": "bf16"},
     "recomputed": LLAMA | {"recompute.mode": "full"},
-    "lora": LLAMA | {"adapt.method": "lora", "adapt.rank": 2},  # frozen norms
+    # frozen norms
+    "lora": LLAMA | {"adapt.method": "lora", "adapt.rank": 2, "adapt.dropout": 0.2},
 }
 LAYOUTS = {
     "tensor": layout(t=2) | LLAMA | {"parallel.sequence_parallel": True},

@@ -1,6 +1,7 @@
 """Each kernel in Triton gives the values and gradients of torch's operations, in every type and for
 sizes that fill no block, and moves the bytes that its equation needs."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -11,8 +12,12 @@ from torch import Tensor
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.activation import gated
+from ptdmpi.model.kernels.dropout import drop_hidden
+from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.output.cross_entropy import cross_entropy
+from ptdmpi.model.random import RandomStream
+from ptdmpi.model.sequence.positions import Positions
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import chunks
 from tests._layers import DTYPES, difference
@@ -25,7 +30,7 @@ pytestmark = NEEDS_TRITON
 # The largest difference over the largest magnitude. Results of 16-bit types are rounded once, those
 # of torch's operations several times.
 CLOSE = {"fp64": 1e-13, "fp32": 2e-6, "fp16": 2e-3, "bf16": 1.6e-2}
-BY_TRITON = Kernels(triton=("loss", "norm", "gated"))
+BY_TRITON = Kernels(triton=KINDS)
 # fp8 computes all of these in bf16
 TYPES = pytest.mark.parametrize("precision", [name for name in DTYPES if name != "fp8"])
 
@@ -215,3 +220,57 @@ def test_bytes_of_a_gated_unit(comm):
     with counted() as moves:
         gradients(lambda x: [gated(x, "swiglu", BY_TRITON)], [x], [dy])
     assert (moves.launches, moves.bytes) == (2, (3 + 5) * 2 * dy.numel())
+
+
+# -- dropout -------------------------------------------------------------------------------------
+
+STREAM = RandomStream.of(7, 3, torch.tensor([5, 2**40]))
+
+
+@parallel(ranks=[1])
+@TYPES
+def test_dropout_has_the_bits_of_the_reference(comm, precision):
+    """For part of the positions and channels, keys of both signs, and rows that fill no block."""
+    from ptdmpi.model.kernels.fused import dropout as fused
+
+    divided = Positions(rank=1, size=2).shared(1, 2)
+    streams = [STREAM, STREAM.at(2, 1, positions=divided, first_channel=2**33)]
+    streams += [STREAM.at(number) for number in range(3)]
+    assert {stream.key > 0 for stream in streams} == {True, False}
+    x, upper = (normal(k, 4, 2, H, precision=precision) for k in (1, 2))
+    for block, stream in itertools.product((16, fused.BLOCK), streams):
+        with mock.patch.object(fused, "BLOCK", block):
+            found, expected = (
+                gradients(lambda x, k=kernels: (drop_hidden(x, stream, 0.3, k),), [x], [upper])  # noqa: B023
+                for kernels in (BY_TRITON, Kernels())
+            )
+        for mine, reference in zip(found, expected, strict=True):
+            assert torch.equal(mine == 0.0, reference == 0.0)
+            assert torch.equal(mine.signbit(), reference.signbit())
+            # the interpreter truncates float32 to bfloat16, where devices round
+            assert precision == "bf16" or torch.equal(mine, reference)
+            assert 0.1 < (mine == 0.0).double().mean() < 0.5
+        check_close(found, expected, precision)
+
+
+@parallel(ranks=[1])
+def test_dropout_of_inputs_in_other_orders(comm):
+    x = normal(1, 2, 4, H, precision="fp32").transpose(0, 1)
+    assert not x.is_contiguous()
+    found = drop_hidden(x, STREAM, 0.3, BY_TRITON)
+    assert torch.equal(found, drop_hidden(x, STREAM, 0.3, Kernels()))
+    assert drop_hidden(x[:0], STREAM, 0.3, BY_TRITON).shape == (0, 2, H)
+
+
+@parallel(ranks=[1])
+def test_bytes_of_dropout(comm):
+    """It reads and writes each element once, and keeps nothing for the backward."""
+    for precision, size in (("bf16", 2), ("fp32", 4)):
+        x = normal(1, S, B, H, precision=precision).requires_grad_()
+        saved = []
+        pack = torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor)
+        with counted() as moves, pack:
+            drop_hidden(x, STREAM, 0.3, BY_TRITON).backward(torch.ones_like(x))
+        assert moves.launches == 2 and not saved
+        # a row also reads 8 bytes of its sample and of its position
+        assert moves.bytes == 2 * S * B * (2 * H * size + 16)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ptdmpi.model.kernels import Computing
+from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.parameters import Split, declare
-from ptdmpi.model.random import RandomStream, dropout
+from ptdmpi.model.random import RandomStream
 from ptdmpi.plan.layer.parts import LowRankPair
 
 
@@ -58,7 +59,7 @@ class LowRankAdapter(Computing):
         if stream is None or self.part.dropout == 0.0:
             return x
         at = stream.at(self.part.number, first_channel=self.first_channel)
-        return dropout(x, at.hidden_mask(x.shape, self.part.dropout), self.part.dropout)
+        return drop_hidden(x, at, self.part.dropout, self.kernels)
 
     def add_to(self, y: Tensor, x: Tensor, stream: RandomStream | None) -> Tensor:
         """Add scale drop(x) A^T B^T to the linear's output `y` [s, b, outputs], in place. Return

@@ -193,6 +193,13 @@ class Activate(Operator):
         return size * sizes.compute_bytes
 
 
+def fused_dropout(elements: int, sizes: Sizes) -> Iterator[Kernel]:
+    """Yield the pass of dropout's kernel in Triton, if the program uses it. The kernel reads and
+    writes each element once, forward and backward, and stores no mask."""
+    if sizes.model.dropout > 0.0 and sizes.by_triton("dropout"):
+        yield MemoryPass(2 * elements * sizes.compute_bytes)
+
+
 @dataclass(frozen=True)
 class AddResidual(Operator):
     """x + dropout(y), or x + y without dropout; x and y are [rows, hidden size].
@@ -213,22 +220,25 @@ class AddResidual(Operator):
         and, with dropout, the mask."""
         moved = 3 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
         yield MemoryPass(self._elements(sizes) * moved)
+        yield from fused_dropout(self._elements(sizes), sizes)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the pass of dropout's backward. Without dropout, both terms get the gradient of the
         sum unchanged, so there is no pass."""
         if sizes.software.dropout:
             yield MemoryPass(self._elements(sizes) * (2 * sizes.compute_bytes + MASK_BYTES))
+        yield from fused_dropout(self._elements(sizes), sizes)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        if sizes.drops:
+        if sizes.drops and not sizes.by_triton("dropout"):
             yield Item(self.mask, self._elements(sizes), 1)
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of two gradients: the gradient of the sum, and the gradient of y, which
         is the first gradient times the dropout mask. A CPU also makes a copy of the mask in the
-        type of the gradient. The result is 0 for a program without FlashAttention (Megatron-LM of
-        2021), which computes dropout's backward in one kernel."""
+        type of the gradient. The result is 0 without dropout. It is also 0 for older programs,
+        which have no FlashAttention: no memory is counted for their kernel of dropout's
+        backward."""
         if not sizes.drops or not sizes.fused_attention:
             return 0
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes
@@ -236,8 +246,10 @@ class AddResidual(Operator):
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that are needed to draw the dropout mask: the bytes of the
         hashes from which the mask is computed, and of two tensors as large as the sublayer's
-        output."""
+        output. A kernel in Triton needs only one such tensor."""
         if not sizes.drops:
             return 0
         local = self._elements(sizes)
+        if sizes.by_triton("dropout"):
+            return local * sizes.compute_bytes
         return hash_bytes(local) + 2 * local * sizes.compute_bytes

@@ -106,7 +106,7 @@ class DropEmbedding(Operator):
         yield MemoryPass(sizes.local_tokens * sizes.model.hidden * moved)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        if sizes.drops:
+        if sizes.drops and not sizes.by_triton("dropout"):
             yield Item("embedding.mask", sizes.local_tokens * sizes.model.hidden, 1)
 
 
@@ -343,4 +343,4 @@ class Tanh(Operator):
         size, c = sizes.layout.micro_size * sizes.model.hidden, sizes.compute_bytes
         yield Item("sentence.pooler.output", size, c)
         if self.drops and sizes.model.dropout > 0.0:
-            yield Item("sentence.mask", size, 1 + c)
+            yield Item("sentence.mask", size, c + (not sizes.by_triton("dropout")))

@@ -153,6 +153,13 @@ def hash_bytes(elements: int) -> int:
     return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
 
 
+def dropping_bytes(elements: int, sizes: Sizes) -> int:
+    """Return the bytes that dropout of `elements` elements needs: the result, the mask and its
+    hashes. A kernel in Triton needs only the result."""
+    dropped = elements * sizes.compute_bytes
+    return dropped if sizes.by_triton("dropout") else dropped + elements + hash_bytes(elements)
+
+
 def weight_gradient(
     sizes: Sizes,
     inputs: int,

@@ -25,7 +25,7 @@ from ptdmpi.plan.layer.account import (
     total_bytes,
 )
 from ptdmpi.plan.layer.low_bit import LowBit, unpacking
-from ptdmpi.plan.layer.operator import Operator, hash_bytes, weight_gradient
+from ptdmpi.plan.layer.operator import Operator, dropping_bytes, weight_gradient
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Scale
 from ptdmpi.plan.layer.sizes import Rows, Sizes
 
@@ -490,7 +490,7 @@ def linear_backward(
             # mask and the masked input
             added = result
             if adapt.dropout > 0.0:
-                added += hash_bytes(rows * inputs) + rows * inputs * (1 + c)
+                added += dropping_bytes(rows * inputs, sizes)
         return result + max(added, copies)
     if copies:
         return copies

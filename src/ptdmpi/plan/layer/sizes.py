@@ -7,7 +7,7 @@ from typing import Literal
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.plan.machine.cluster import TRAINER, Software
+from ptdmpi.plan.machine.cluster import TRAINER, Software, TritonKind
 
 # The kinds of rows that a tensor [rows, width] may have on a rank, and their numbers:
 #   whole      s b / c   every position of the microbatch that a context-parallel rank has
@@ -150,7 +150,7 @@ class Sizes:
         chip."""
         return self.software.attention == "flash"
 
-    def by_triton(self, kind: Literal["loss", "norm", "gated"]) -> bool:
+    def by_triton(self, kind: TritonKind) -> bool:
         """Return True if the training program computes kernels of the kind `kind` in Triton."""
         return kind in self.software.triton
 

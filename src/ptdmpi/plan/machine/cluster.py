@@ -99,6 +99,11 @@ class Host(FrozenTable):
     disk_bytes_per_s: Amount | None = None
 
 
+# The kinds of kernels that can be computed in Triton: the names of their files in
+# `model/kernels/fused/`, and their names in presets/kernels.toml.
+TritonKind = Literal["loss", "norm", "gated", "dropout"]
+
+
 class Software(FrozenTable):
     """The training program on a cluster, described by the properties in which training programs
     differ.
@@ -142,7 +147,7 @@ class Software(FrozenTable):
     wide_products: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
     repeats_keys: bool = False
-    triton: Annotated[tuple[Literal["loss", "norm", "gated"], ...], Field(strict=False)] = ()
+    triton: Annotated[tuple[TritonKind, ...], Field(strict=False)] = ()
     # `launch_s` of this trainer, as measured by benchmarks/planning/host_time.py
     launch_s: Delay = 26e-6
 

@@ -10,5 +10,8 @@ A kernel reads and writes tensors in their own type. It computes in float32, or 
 float64 tensors, and rounds each result once.
 """
 
-# the kinds of kernels: the names of their files, and their names in presets/kernels.toml
-KINDS = ("loss", "norm", "gated")
+from typing import get_args
+
+from ptdmpi.plan.machine.cluster import TritonKind
+
+KINDS: tuple[str, ...] = get_args(TritonKind)

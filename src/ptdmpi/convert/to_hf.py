@@ -400,8 +400,8 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Values:
-    """The elements of the tensors to write, which are read from a checkpoint of `model` and from
-    the buffers in `kept`."""
+    """A callable object that reads the elements of the tensors to write, from a checkpoint of
+    `model` and from the buffers in `kept`."""
 
     model: ModelConfig
     reader: Reader

@@ -84,8 +84,9 @@ class ShardSource:
         other."""
         self.config = config
         self._train, self._valid = open_datasets(config)
-        # dataset -> stored outputs of a model: of the reference model if the run compares pairs of
-        # answers (DPO), or of a teacher for the training data
+        # dataset -> stored outputs of a model. If the run compares pairs of answers (DPO), each
+        # dataset has outputs of the reference model. If the run has a teacher, each training
+        # dataset has outputs of the teacher.
         self._scores: dict[Dataset, StoredScores] = {}
         if config.preference.compares:
             self._scores = {

@@ -56,8 +56,9 @@ def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
 
 
 def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
-    """Yield the mistakes in the choice of the transformer layers, and of their linear layers, that
-    get adapters. If the head of a task is trained, no adapters are needed.
+    """Yield the mistakes in the keys that choose which transformer layers get adapters, and which
+    linear layers in these transformer layers. If the head of a task is trained, no adapters are
+    needed.
     """
     if not adapt.adapts:
         return

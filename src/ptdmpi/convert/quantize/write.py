@@ -159,8 +159,8 @@ def _require_block(model: ModelConfig, form: LowBit) -> None:
 
 
 class Maker:
-    """The quantized matrices of a model. A matrix is computed when it is requested, and the
-    matrices must be requested in the order of the layers.
+    """An object that computes the quantized matrices of a model. Each matrix is computed when it is
+    requested; the matrices must be requested in the order of the layers.
 
     `description` is the entry QUANTIZATION of the manifest, with the format and the method.
     """
@@ -240,7 +240,7 @@ def _as_input_error() -> Iterator[None]:
 
 
 def _fill(reader: Reader, name: str, box: Box, values: Array) -> Array:
-    """Read a slice of a weight into `values` and return them. Raise InputError if the slice is
+    """Read a slice of a weight into `values`, and return `values`. Raise InputError if the slice is
     damaged."""
     with _as_input_error():
         reader.read(key(WEIGHTS, name), box, values)

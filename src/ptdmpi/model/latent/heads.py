@@ -23,8 +23,8 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Rotating(CachedPass, Protocol):
-    """An object that provides the cosines and sines of rotary angles for a forward pass, and its
-    cache."""
+    """An object that provides, for one forward pass, the cosines and sines of the rotary angles,
+    and the cache."""
 
     @property
     def rotary(self) -> Rotary | None:

@@ -30,9 +30,10 @@ from ptdmpi.plan.layer.parts import Parts
 
 
 class Module(Computing):
-    """A module: the norms of an activation and of an embedding, a linear of both, a layer, and a
-    norm. Module `number` (from 0) has the dropout masks and the experts' loads of layer `number` +
-    the number of layers."""
+    """A module for multi-token prediction: two norms, one for an activation and one for an
+    embedding; a linear layer whose input is both results; a transformer layer; and a last norm. For
+    dropout masks and experts' loads, module `number` (from 0) counts as layer `number` + the number
+    of layers."""
 
     def __init__(
         self,

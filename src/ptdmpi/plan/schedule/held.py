@@ -52,7 +52,7 @@ def held(
 
 
 def most_held(order: Sequence[Op], size: Callable[[str, int], float]) -> float:
-    """Return the largest memory that a rank holds while it executes the ops in `order`, without
-    their working memory. Return 0 if there are no ops. `size(inventory, stage)` is the size of an
-    inventory, as in `held`."""
+    """Return the largest memory that a rank holds while it executes the ops in `order`. The working
+    memory of the ops is not counted. Return 0 if there are no ops. `size(inventory, stage)` is the
+    size of an inventory, as in `held`."""
     return max((moment.during for moment in held(order, size)), default=0)

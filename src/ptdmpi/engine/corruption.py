@@ -35,8 +35,8 @@ Members = tuple[int, ...]  # ranks that should have the same values, in ascendin
 class Fault:
     """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` whose values
     may be wrong. `others` are the ranks of the majority, whose values agree; `others` is empty if
-    there is no majority. `changed` is True if the hash of a rank shows that its values have changed
-    since its last update."""
+    there is no majority. `changed` is True if the hash of a rank shows that the rank's values have
+    changed since the last update."""
 
     kind: str
     name: str

@@ -73,8 +73,8 @@ class Scorer(ABC):
     @abstractmethod
     def total(self, arrays: Arrays, counts: np.ndarray) -> float:
         """Return the sum of one quantity, for example of the log-probability of a label, over the
-        labels of n windows. The command divides this sum by the number of labels, and reports this
-        mean. Only labels for which `counts` [n, length] is True contribute.
+        labels of n windows. The command divides this sum by the number of labels, and reports the
+        resulting mean. Only labels for which `counts` [n, length] is True contribute.
         """
 
     @abstractmethod

@@ -26,9 +26,10 @@ class StageTimes:
     and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.
     Both times are 0 if `placed` puts the two stages on one rank. If `overlap` is True, a message is
     transferred while its sender and its receiver compute. If `overlap` is False, both ranks wait
-    until the message has arrived. (The sender receives another message at the same time.) If
-    backwards are split, `weight_s` is the part of `backward_s` that is spent on the gradients of
-    weights; otherwise `weight_s` is empty.
+    until the message has arrived. The time of the message is then added only to the receiver's op,
+    because the sender is assumed to receive another message at the same time. If backwards are
+    split, `weight_s` is the part of `backward_s` that is spent on the gradients of weights;
+    otherwise `weight_s` is empty.
     """
 
     forward_s: tuple[float, ...]

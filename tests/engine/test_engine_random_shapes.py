@@ -179,7 +179,9 @@ def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
     by_name = {one.base(name): weight.grad for name, weight in model.named_parameters()}
     if not model.config.tie_word_embeddings:  # then only the second of two biases is used
         by_name |= {other: by_name[name] for name, other in one.again.items()}
-    for place in counterparts(one, declarations(stored.config(), stored.vocab_size)):
+    config = stored.config()
+    needed = declarations(config, stored.vocab_size)
+    for place in counterparts(one, config.model.layers, needed):
         gradient = by_name[place.theirs]
         whole = found.setdefault(place.ours, torch.zeros(place.whole))
         whole[place.box.index] = gradient.t() if place.transposed else gradient

@@ -11,10 +11,11 @@ layer, or the embedding, is in memory.
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.convert.family import ConfigJson, Counterpart, Family
+from ptdmpi.convert.family import ConfigJson, Counterpart, Family, copies_of
 from ptdmpi.convert.packed import UnpackedFiles
 from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.reference import FORWARD, Question
@@ -23,6 +24,7 @@ from ptdmpi.inference.folded import fold
 from ptdmpi.inference.stored import StoredModel, loaded_layer
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.plan.layer.ahead.modules import MODULES
 
 # The largest allowed difference between two logits, relative to the greatest magnitude of all
 # logits.
@@ -67,7 +69,8 @@ def compare(
     ids = prompts(stored.vocab_size, model.seq_length)
     types = segments(ids, model.token_types) if model.token_types else None
     names = {counterpart.theirs: name for name, counterpart in plan.by_name.items()}
-    names |= {head: names[word] for head, word in family.again.items() if word in names}
+    again = {**family.again, **copies_of(family, model)}
+    names |= {head: names[word] for head, word in again.items() if word in names}
     names |= {family.base(name): name for name in plan.by_name}
 
     def get(name: str) -> Tensor:
@@ -75,7 +78,8 @@ def compare(
         return files.read(names[name]).double()
 
     with torch.no_grad():
-        question = Question(ids, types, model.sentence_order, model.classifies)
+        ahead = _modules(tensor.ours for tensor in plan.by_name.values())
+        question = Question(ids, types, model.sentence_order, model.classifies, ahead=ahead)
         theirs = FORWARD[family.model_type](config.values, get, question)
         dtypes = [(tensor, files.tensors[name].dtype) for name, tensor in plan.by_name.items()]
         ours = _logits(stored, question, dtypes)
@@ -92,6 +96,13 @@ def compare(
             f"{BAR:.0e} is allowed; nothing was written"
         )
     return difference
+
+
+def _modules(names: Iterable[str]) -> int:
+    """Return the number of modules for multi-token prediction to which these parameters of ptdmpi
+    belong."""
+    split = (name.split(".") for name in names)
+    return len({parts[1] for parts in split if parts[0] == MODULES})
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
@@ -118,7 +129,8 @@ def _logits(
     types = None if question.types is None else question.types.t()
     # the position of the token that a head for a task reads: the first or the last token
     at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
-    labels = ids.t()[:1] if question.classifies else ids.t()
+    # the last token of a prompt has no next token
+    labels = ids.t()[:1] if question.classifies else F.pad(ids[:, 1:], (0, 1)).t()
     batch = Microbatch(
         inputs=ids.t(),
         labels=labels,
@@ -127,7 +139,7 @@ def _logits(
         documents=None,
         masked=at,
         types=types,
-    )
+    ).with_ahead(question.ahead)
     x: Tensor | None = None
     heads: tuple[Tensor, ...] = ()
     with stored.reader() as reader:
@@ -139,9 +151,9 @@ def _logits(
             if stage.last and question.classifies:
                 return (stage.scores(batch, x, None),)
             if stage.last:
-                heads = stage.heads(x)
-    tokens, *orders = heads
-    return tokens.transpose(0, 1), *orders
+                heads = (*stage.heads(x), *stage.heads_ahead(batch, x))
+    # logits of tokens [tokens, prompts, vocabulary], and of the order of segments [prompts, 2]
+    return tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in heads)
 
 
 def _round(

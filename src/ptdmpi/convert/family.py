@@ -13,8 +13,11 @@ from ptdmpi.base.box import Box
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME
+from ptdmpi.plan.layer.ahead.modules import MODULES
 
 Json = Mapping[str, Any]
+# The key of config.json with the number of modules for multi-token prediction.
+AHEAD = "num_nextn_predict_layers"
 # The values of [model] that all decoder families share: GPT-2, LLaMA and related models.
 DECODER = {
     "attention": "causal",
@@ -42,7 +45,8 @@ class Family:
 
     `modules` maps each module of ptdmpi to the modules of `transformers`. A module of ptdmpi has
     several counterparts if `transformers` stores its outputs separately (such as q, k and v). {i}
-    is the number of a layer, and {e} is the number of an expert. `prefix` is the beginning of the
+    is the number of a layer, or of a module for multi-token prediction, and {e} is the number of an
+    expert. `prefix` is the beginning of the
     parameter names of the base model. The parameter names of heads do not have the prefix, and
     neither do the names in a file that contains only the base model. `transposed` is True if the
     weights of linear layers in `transformers` are [inputs, outputs]. `buffers` is a pattern for the
@@ -54,7 +58,9 @@ class Family:
     repeating tensor is used. `told_by` is for keys of [model] that no config.json has: it maps each
     such key to the tensor that exists if the key is true. `renamed` maps the ends of names in old
     files to the ends in newer files. `parameters` maps the last part of a parameter's name to
-    another last part in `transformers`. `tasks` maps a kind of task to the class in `transformers`
+    another last part in `transformers`. `copies` maps each tensor that the files repeat in every
+    module for multi-token prediction to the tensor of the model with the same values; it is empty
+    if the files have no modules. `tasks` maps a kind of task to the class in `transformers`
     that has a head for the task, and to the linear layer of that head.
     """
 
@@ -69,6 +75,7 @@ class Family:
     told_by: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
     tasks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
@@ -154,8 +161,8 @@ class ConfigJson:
 
 class NumberedName(NamedTuple):
     """The name of a module of ptdmpi, written like the keys of `Family.modules`: with {i} in place
-    of the layer's number, and {e} in place of the expert's number. `numbers` maps each letter to
-    the number that the letter replaces."""
+    of the number of a layer or of a module for multi-token prediction, and {e} in place of the
+    expert's number. `numbers` maps each letter to the number that the letter replaces."""
 
     name: str
     numbers: Mapping[str, str]
@@ -164,12 +171,20 @@ class NumberedName(NamedTuple):
     def of(cls, module: str) -> "NumberedName":
         """Return the `NumberedName` of the module whose full name is `module`."""
         numbers = {}
-        layer = re.match(r"layers\.(\d+)\.", module)
+        layer = re.match(rf"(?:layers|{MODULES})\.(\d+)\.", module)
         for letter, match in (("{i}", layer), ("{e}", re.search(r"experts\.(\d+)\.", module))):
             if match:
                 numbers[letter] = match[1]
                 module = module.replace(match[0], match[0].replace(match[1], letter), 1)
         return cls(module, numbers)
+
+    def in_files(self, layers: int) -> "NumberedName":
+        """Return the name with the numbers of the files of `transformers`. The files number modules
+        for multi-token prediction like layers after the last of the `layers` layers."""
+        if not self.name.startswith(f"{MODULES}."):
+            return self
+        number = layers + int(self.numbers["{i}"])
+        return self._replace(numbers={**self.numbers, "{i}": str(number)})
 
     def filled(self, text: str) -> str:
         """Return `text` after replacing the letters {i} and {e} by the numbers of this module."""
@@ -178,12 +193,14 @@ class NumberedName(NamedTuple):
         return text
 
 
-def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Counterpart]:
-    """Yield the counterparts in `transformers` of all parameters of ptdmpi's model. Raise
-    InputError for a parameter that the family does not have."""
+def counterparts(
+    family: Family, layers: int, needed: Mapping[str, Declaration]
+) -> Iterator[Counterpart]:
+    """Yield the counterparts in `transformers` of all parameters of ptdmpi's model, which has
+    `layers` layers. Raise InputError for a parameter that the family does not have."""
     for name, declaration in needed.items():
         module, _, kind = name.rpartition(".")
-        numbered = NumberedName.of(module)
+        numbered = NumberedName.of(module).in_files(layers)
         if numbered.name not in family.modules:
             raise InputError(f"a {family.model_type} of Hugging Face has no {name}")
         modules = family.modules[numbered.name]
@@ -216,6 +233,18 @@ def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
         (head,) = family.modules["head"]
         tied[f"{head}.weight"] = f"{word}.weight"
     return tied
+
+
+def copies_of(family: Family, model: ModelConfig) -> dict[str, str]:
+    """Return a table of the tensors that the files repeat in every module for multi-token
+    prediction. It maps each copy to the tensor of the model that it repeats. Names have no prefix.
+    A copy of a tied head repeats the table of the embedding."""
+    tied = tied_to(family, model)
+    return {
+        copy.replace("{i}", str(model.layers + number)): tied.get(original, original)
+        for number in range(model.mtp_modules)
+        for copy, original in family.copies.items()
+    }
 
 
 def require(model: ModelConfig, family: str, **needed: Any) -> None:

@@ -20,9 +20,10 @@ from ptdmpi.checkpoint.boxes import Array, Outgoing, write
 from ptdmpi.checkpoint.manifest import Progress, write_manifest
 from ptdmpi.config import Config, InputError, ModelConfig, TaskConfig
 from ptdmpi.convert import tensors
+from ptdmpi.convert.ahead.layers import depth_of
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_of
-from ptdmpi.convert.family import ConfigJson, Family
+from ptdmpi.convert.family import ConfigJson, Family, copies_of
 from ptdmpi.convert.folder import BUFFERS, HEADERS, HUB_NAME, Converted, new_directory
 from ptdmpi.convert.heads import task_in, with_task
 from ptdmpi.convert.plan import Plan, make_plan
@@ -66,11 +67,12 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
     with WeightFiles(source) as theirs, new_directory(target) as folder:
         # vocab_size is given separately, because the embedding tables of `transformers` may have
         # more rows than the tokenizer has ids
-        ours = _config({**keys, "vocab_size": vocab_size}, family, theirs, config.name)
+        keys = {**keys, "vocab_size": vocab_size}
+        ours, left = _config(keys, family, theirs, config.name)
         model = ours.model
         needed = declarations(ours, vocab_size)
         plan = make_plan(family, model, needed, theirs.tensors, where=str(source))
-        plan = _settled(plan, model, theirs)
+        plan = _settled(plan, family, model, theirs)
         parts = list(_outgoing(theirs, plan))
         files.require_space(folder, sum(part.nbytes for part in parts))
         size = write_checkpoint(folder / "checkpoints", parts, model.model_dump())
@@ -89,14 +91,17 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
         files=1,
         bytes=size,
         difference=difference,
-        note=NO_CHOICES if task.kind == "choice" else "",
+        note=NO_CHOICES if task.kind == "choice" else left,
     )
 
 
-def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str) -> Config:
-    """Return a configuration with the given `keys` of [model]. Some further keys are True if the
-    files contain a certain tensor (`Family.told_by`); these keys are set, too. Raise InputError,
-    with the `name` of config.json, for illegal keys."""
+def _config(
+    keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str
+) -> tuple[Config, str]:
+    """Return a configuration with the given `keys` of [model], and a note for the user. Some
+    further keys are True if the files contain a certain tensor (`Family.told_by`); these keys are
+    set, too, and `mtp_depth` is 0 if the files have no modules for multi-token prediction. Raise
+    InputError, with the `name` of config.json, for illegal keys."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
@@ -108,7 +113,8 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     # declared
     if layers > len(bases):
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
-    return config
+    depth, note = depth_of(family, config.model, bases, name)
+    return config.replace("model", mtp_depth=depth), note
 
 
 def _require_whole(source: Path) -> None:
@@ -123,14 +129,20 @@ def _require_whole(source: Path) -> None:
             tensors.read_json(path)
 
 
-def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
+def _settled(plan: Plan, family: Family, model: ModelConfig, theirs: WeightFiles) -> Plan:
     """Compare each repeating tensor (a tied head) with the tensor that it should repeat, and return
     the changed plan. If the values differ, the repeating tensor becomes the parameter, and the
     other tensor is unused. Raise InputError if the values differ in a model whose embeddings are
-    tied."""
+    tied, or if the repeating tensor is a copy in a module for multi-token prediction."""
+    copies = copies_of(family, model)
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
+        if family.base(head) in copies:
+            raise InputError(
+                f"{theirs.directory}: {head} and {word} differ, but all modules for multi-token "
+                "prediction use the tables of the model; legal: equal tensors"
+            )
         if model.tie_embeddings:
             raise InputError(
                 f"{theirs.directory}: {head} and {word} differ, but they must be one parameter; "

@@ -22,6 +22,7 @@ from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.tensors import Stored, WeightFiles, entries, make_header
 from ptdmpi.model.low_bit.codes import decoded
 from ptdmpi.model.state import WEIGHTS, key
+from ptdmpi.plan.layer.ahead.modules import MODULES
 from ptdmpi.plan.layer.low_bit import LowBit
 
 PACKED = "_packed"
@@ -33,12 +34,13 @@ WORD_BYTES = 4
 @dataclass(frozen=True)
 class PackedModel:
     """The tensors of a plan that are written in packed form, by name. Each tensor contains complete
-    rows of one weight of ptdmpi. `form` is the format of the codes (quantized numbers). `routers`
-    has the names of the routers' modules, which are not packed."""
+    rows of one weight of ptdmpi. `form` is the format of the codes (quantized numbers). `plain` has
+    the names of the linear layers that are not packed, without the head: routers, and the linear
+    layers of modules for multi-token prediction."""
 
     form: LowBit
     tensors: Mapping[str, Counterpart]
-    routers: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, family: Family, plan: Plan, reader: Reader) -> "PackedModel":
@@ -70,12 +72,12 @@ class PackedModel:
                 f"{where}: the format pack-quantized cannot represent it: {reason}; legal: leave "
                 "out --packed, and write float32 or the type of --dtype"
             )
-        routers = tuple(
+        plain = tuple(
             name.removesuffix(".weight")
             for name, tensor in plan.by_name.items()
-            if tensor.ours.endswith(".mlp.router.weight") and name not in quantized
+            if name not in quantized and _is_plain(family, tensor, name in plan.again)
         )
-        return cls(form, quantized, routers)
+        return cls(form, quantized, plain)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
         """Return the `headers` of the weight files with the entries of quantized weights replaced
@@ -116,7 +118,7 @@ class PackedModel:
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "ignore": [family.output, *self.routers],
+            "ignore": [family.output, *self.plain],
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:
@@ -148,6 +150,16 @@ class PackedModel:
         if suffix == PACKED:
             values = values.view(np.int32)
         return torch.from_numpy(values)
+
+
+def _is_plain(family: Family, tensor: Counterpart, again: bool) -> bool:
+    """Return True if a tensor that is not quantized is the matrix of a router, of a linear layer in
+    a module for multi-token prediction, or of a copy of the head. `again` is True for a tensor that
+    repeats another tensor."""
+    if again:
+        return family.of_head(tensor.theirs)
+    in_module = tensor.ours.startswith(f"{MODULES}.") and len(tensor.shape) == 2
+    return in_module or tensor.ours.endswith(".mlp.router.weight")
 
 
 class UnpackedFiles:

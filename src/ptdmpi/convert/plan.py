@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ptdmpi.config import InputError, ModelConfig
-from ptdmpi.convert.family import Counterpart, Family, counterparts, tied_to
+from ptdmpi.convert.family import Counterpart, Family, copies_of, counterparts, tied_to
 from ptdmpi.convert.tensors import TYPES, Stored
 from ptdmpi.model.parameters import Declaration
 
@@ -16,7 +16,8 @@ class Plan:
     named as in the files.
 
     `by_name` maps each tensor to the slice of ptdmpi's parameter that the tensor contains. `again`
-    maps each repeating tensor (a tied head) to the tensor that it repeats. `buffers` has the names
+    maps each repeating tensor (a tied head, or the copy of a table) to the tensor that it repeats.
+    `buffers` has the names
     of the tensors that are not parameters.
     """
 
@@ -55,7 +56,7 @@ def make_plan(
     aliases = tied_to(family, model)
     alone = {word: head for head, word in aliases.items()}
     by_name: dict[str, Counterpart] = {}
-    for tensor in counterparts(family, needed):
+    for tensor in counterparts(family, model.layers, needed):
         held = tensor.theirs if tensor.theirs in full else alone.get(tensor.theirs)
         if held not in full:
             message = f"{where}: tensor {family.full(tensor.theirs)} is missing"
@@ -65,11 +66,12 @@ def make_plan(
         _require(where, full[held], tensors[full[held]], tensor)
         by_name[full[held]] = tensor
     again = {}
-    for head, word in aliases.items():
-        if head in full and word in full:
-            by_name[full[head]] = by_name[full[word]]
-            again[full[head]] = full[word]
-            _require(where, full[head], tensors[full[head]], by_name[full[word]])
+    for repeating, repeated in {**aliases, **copies_of(family, model)}.items():
+        first = repeated if repeated in full else alone.get(repeated)
+        if repeating in full and first in full and repeating != first:
+            by_name[full[repeating]] = by_name[full[first]]
+            again[full[repeating]] = full[first]
+            _require(where, full[repeating], tensors[full[repeating]], by_name[full[first]])
     rest = {base: name for base, name in full.items() if name not in by_name}
     buffers = [name for base, name in rest.items() if family.buffers.fullmatch(base)]
     unexpected = sorted(set(rest.values()) - set(buffers))

@@ -29,13 +29,15 @@ class Question:
     `ids` are token ids [prompts, tokens], and `types` are the token types of the same shape if the
     model has any. If `order` is True, the model has a second head, for the order of two segments.
     If `classifies` is True, the model has only a head for a task, which computes scores [prompts,
-    classes] of whole sequences.
+    classes] of whole sequences. `ahead` is the number of modules for multi-token prediction, whose
+    logits follow those of the model.
     """
 
     ids: Tensor
     types: Tensor | None = None
     order: bool = False
     classifies: bool = False
+    ahead: int = 0
 
 
 def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
@@ -68,11 +70,12 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     return (x @ get("wte.weight" if tied else "lm_head.weight").t(),)
 
 
-def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
+def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
     """Return the logits [prompts, tokens, vocabulary], or the scores of a task's head, of LLaMA
     (Touvron et al. 2023), Mistral (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al.
     2024, 2025), OLMoE (Muennighoff et al. 2024), Gemma 2 (Gemma Team 2024) and DeepSeek-V3
-    (DeepSeek-AI 2024)."""
+    (DeepSeek-AI 2024). The logits of modules for multi-token prediction follow those of the
+    model."""
     eps = config.get("rms_norm_eps", 1e-6)
     gemma = config["model_type"] == "gemma2"
     table = get("embed_tokens.weight")
@@ -87,20 +90,9 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     x = table[question.ids]
     if gemma:
         x = x * table.shape[1] ** 0.5
-    for i in range(config["num_hidden_layers"]):
-        layer = f"layers.{i}"
-        normed = norm(f"{layer}.input_layernorm", x)
-        y = _self_attention(config, get, norm, layer=i, x=normed)
-        if gemma:  # Gemma has a norm before and a norm after each attention and MLP
-            x = x + norm(f"{layer}.post_attention_layernorm", y)
-            normed = norm(f"{layer}.pre_feedforward_layernorm", x)
-            y = _gated_mlp(config, get, f"{layer}.mlp", normed)
-            x = x + norm(f"{layer}.post_feedforward_layernorm", y)
-        else:
-            x = x + y
-            normed = norm(f"{layer}.post_attention_layernorm", x)
-            mlp = _mixture if _has_experts(config, i) else _gated_mlp
-            x = x + mlp(config, get, f"{layer}.mlp", normed)
+    layers = config["num_hidden_layers"]
+    for i in range(layers):
+        x = _decoder_layer(config, get, norm, layer=i, x=x)
     x = norm("norm", x)
     if question.classifies:
         return (x[:, -1] @ get("score.weight").t(),)
@@ -109,7 +101,38 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     logits = x @ table.t()
     if gemma:
         logits = _capped(logits, config.get("final_logit_softcapping", 30.0))
-    return (logits,)
+    predicted = [logits]
+    for i in range(layers, layers + question.ahead):
+        # position j has the embedding of token j + 1 (module 0), j + 2 (module 1), ...; token 0
+        # after the end
+        shift = i - layers + 1
+        ids = torch.nn.functional.pad(question.ids[:, shift:], (0, shift))
+        embedded = get(f"layers.{i}.embed_tokens.weight")[ids]
+        both = (norm(f"layers.{i}.enorm", embedded), norm(f"layers.{i}.hnorm", x))
+        x = _linear(get, f"layers.{i}.eh_proj", torch.cat(both, -1), bias=False)
+        x = _decoder_layer(config, get, norm, layer=i, x=x)
+        x = norm(f"layers.{i}.shared_head.norm", x)
+        predicted.append(_linear(get, f"layers.{i}.shared_head.head", x, bias=False))
+    return tuple(predicted)
+
+
+def _decoder_layer(
+    config: Json, get: Get, norm: Callable[[str, Tensor], Tensor], *, layer: int, x: Tensor
+) -> Tensor:
+    """Return the output of layer `layer` of a `decoder` for the input `x` [prompts, tokens,
+    hidden]."""
+    name = f"layers.{layer}"
+    normed = norm(f"{name}.input_layernorm", x)
+    y = _self_attention(config, get, norm, layer=layer, x=normed)
+    if config["model_type"] == "gemma2":  # a norm before and a norm after each attention and MLP
+        x = x + norm(f"{name}.post_attention_layernorm", y)
+        normed = norm(f"{name}.pre_feedforward_layernorm", x)
+        y = _gated_mlp(config, get, f"{name}.mlp", normed)
+        return x + norm(f"{name}.post_feedforward_layernorm", y)
+    x = x + y
+    normed = norm(f"{name}.post_attention_layernorm", x)
+    mlp = _mixture if _has_experts(config, layer) else _gated_mlp
+    return x + mlp(config, get, f"{name}.mlp", normed)
 
 
 def _capped(x: Tensor, cap: float | None) -> Tensor:

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,17 @@ from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Damaged, Reader
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert import tensors
+from ptdmpi.convert.ahead.layers import LEFT_OUT, exported, module_of, modules_in
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_for, family_of
-from ptdmpi.convert.family import ConfigJson, Counterpart, Family, counterparts
+from ptdmpi.convert.family import (
+    AHEAD,
+    ConfigJson,
+    Counterpart,
+    Family,
+    copies_of,
+    counterparts,
+)
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
 from ptdmpi.convert.heads import lost, padding, task_in, with_task
 from ptdmpi.convert.packed import PackedModel, UnpackedFiles
@@ -39,7 +47,6 @@ from ptdmpi.inference.stored import (
 )
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, key
-from ptdmpi.plan.layer.ahead.modules import MODULES
 
 # Maps the name of a data type in config.json to its name in safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -88,10 +95,7 @@ def to_hf(
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
     """
     stored = open_model(source, kind)
-    needed, left = _exported(declarations(stored.config(), stored.vocab_size))
-    kept = _kept(stored, like)
-    contents = _kept_contents(kept, stored, needed) if kept else _new_contents(stored, needed)
-    contents = _with_template(contents, stored)
+    contents, needed = _contents(stored, like)
     plan = _plan(contents, stored, needed)
     if dtype is not None:
         contents = _in_type(contents, plan, dtype)
@@ -123,16 +127,60 @@ def to_hf(
         files=len(contents.headers),
         bytes=size,
         difference=difference,
-        note=_joined(contents.note, left, lost(stored.task)),
+        note=_joined(contents.note, lost(stored.task)),
     )
 
 
-def _exported(needed: Mapping[str, Declaration]) -> tuple[dict[str, Declaration], str]:
-    """Return the parameters that the files of `transformers` get, and a note about the others. The
-    classes of `transformers` have no modules for multi-token prediction."""
-    written = {name: row for name, row in needed.items() if not name.startswith(f"{MODULES}.")}
-    note = "" if len(written) == len(needed) else "without the modules for multi-token prediction"
-    return written, note
+def _contents(stored: StoredModel, like: Path | None) -> tuple[Contents, dict[str, Declaration]]:
+    """Return the contents of the target directory, and the parameters of the trained model that it
+    gets. For `like` and errors see `to_hf`."""
+    kept = _kept(stored, like)
+    original = _contents_of(kept) if kept else None
+    modules = _modules(original, stored.config().model)
+    needed, left = exported(declarations(stored.config(), stored.vocab_size), modules)
+    if original is not None:
+        contents = _kept_contents(_with_modules(original, stored, modules), stored, needed)
+    else:
+        contents = _new_contents(stored, needed)
+    contents = _with_template(contents, stored)
+    return replace(contents, note=_joined(contents.note, left)), needed
+
+
+def _modules(original: Contents | None, model: ModelConfig) -> int:
+    """Return the number of modules for multi-token prediction that the target directory gets: those
+    of the trained model that the files of its family, or the files of the original model, have."""
+    family = family_for(model) if original is None else original.family
+    if original is None or not family.copies:
+        return model.mtp_modules if family.copies else 0
+    return min(model.mtp_modules, modules_in(map(family.base, original.tensors), model.layers))
+
+
+def _with_modules(contents: Contents, stored: StoredModel, modules: int) -> Contents:
+    """Return the contents with only the first `modules` modules for multi-token prediction: those
+    that the trained model still has."""
+    base, layers = contents.family.base, stored.config().model.layers
+    numbers = {name: module_of(base(name), layers) for name in contents.tensors}
+    gone = {name: layers + number for name, number in numbers.items() if number >= modules}
+    if not gone or not contents.family.copies:
+        return contents
+    shown = ", ".join(f"layer {number}" for number in sorted(set(gone.values())))
+    return replace(
+        contents,
+        config={**contents.config, AHEAD: modules},
+        headers=_without(contents.headers, gone),
+        note=f"{LEFT_OUT} that were not trained: {shown}",
+    )
+
+
+def _without(headers: Mapping[str, str], gone: Collection[str | None]) -> dict[str, str]:
+    """Return the headers of the weight files without the tensors `gone`, and without files that
+    then have no tensor."""
+    left = {}
+    for file, text in headers.items():
+        kept = [(name, tensor) for name, tensor in tensors.entries(text) if name not in gone]
+        if kept:
+            left[file] = tensors.make_header(kept)
+    return left
 
 
 def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]) -> Plan:
@@ -187,13 +235,15 @@ def _contents_of(kept: Path) -> Contents:
     return contents
 
 
-def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents of the target directory for a model that was converted from Hugging Face.
-    `kept` is the directory in which `from_hf` stored the files of the original model. The contents
-    are those of the original model, with the heads of the trained model `stored` and its changed
-    keys. Raise InputError if the original model has a head for a task but the trained model
+def _kept_contents(
+    contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
+) -> Contents:
+    """Return the contents of the target directory for a model that was converted from Hugging Face:
+    the `contents` of the original model, with the heads of the trained model `stored` and its
+    changed keys. Raise InputError if the original model has a head for a task but the trained model
     predicts tokens."""
-    contents = _contents_of(kept)
+    kept = contents.kept
+    assert kept is not None, "the files of an original model are in a directory"
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
         raise InputError(
             f"{kept} is of a model with a head for a task, but {stored.path} predicts tokens; "
@@ -209,7 +259,9 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
     `family` is the family of the unchanged config.json."""
     now = stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
-    before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
+    # keys that the tensors of the original model decide, not its config.json
+    decided = {key: getattr(now, key) for key in (*family.told_by, "mtp_depth")}
+    before = config_of({**keys, **decided}).model
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
     # if the model was trained on shorter samples, keep the original sequence length
     if now.positions == "rope":
@@ -244,16 +296,12 @@ def _without_heads(
         return contents
     more = declarations(config.replace("model", **dict.fromkeys(off, True)), stored.vocab_size)
     rest = {name: declaration for name, declaration in more.items() if name not in needed}
-    gone = {there.get(tensor.theirs) for tensor in counterparts(family, rest)}
-    headers = {}
-    for file, text in contents.headers.items():
-        kept = [(name, tensor) for name, tensor in tensors.entries(text) if name not in gone]
-        if kept:
-            headers[file] = tensors.make_header(kept)
+    gone = {there.get(tensor.theirs) for tensor in counterparts(family, config.model.layers, rest)}
     changed = {**contents.config, "architectures": family.config(config.model, 0)["architectures"]}
     left = ", ".join(sorted(filter(None, gone)))
     note = f"without {left}: it was trained with model.{off[0]} = false"
-    return replace(contents, config=changed, headers=headers, note=note)
+    headers = _without(contents.headers, gone)
+    return replace(contents, config=changed, headers=headers, note=_joined(contents.note, note))
 
 
 def _with_task_head(
@@ -265,7 +313,8 @@ def _with_task_head(
     text = contents.family
     family = with_task(family_of(ConfigJson(contents.config, "config.json")), stored.task)
     prefixed = any(name.startswith(family.prefix) for name in contents.tensors)
-    wanted = {tensor.theirs: tensor.shape for tensor in counterparts(family, needed)}
+    layers = stored.config().model.layers
+    wanted = {tensor.theirs: tensor.shape for tensor in counterparts(family, layers, needed)}
     known = (tensor.dtype for name, tensor in contents.tensors.items() if text.base(name) in wanted)
     dtype = next(known, "F32")
     # tensors of the trained model that no file of the original model contains
@@ -290,6 +339,7 @@ def _with_task_head(
     note = ""
     if gone:
         note = f"without {', '.join(sorted(gone))}: it has a head for a task"
+    note = _joined(contents.note, note)
     return replace(contents, family=family, headers=headers, note=note)
 
 
@@ -321,13 +371,13 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     if model.classifies:
         config |= padding(config, model)
     described: dict[str, Stored] = {}
-    for tensor in counterparts(family, needed):
+    for tensor in counterparts(family, model.layers, needed):
         size = 4 * math.prod(tensor.shape)
         described[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
     # also write repeating tensors, because some versions of `transformers` read only these tensors
-    if not model.tie_embeddings:
-        for name, repeated in family.again.items():
-            described[family.full(name)] = described[family.full(repeated)]
+    repeating = {} if model.tie_embeddings else family.again
+    for name, repeated in {**repeating, **copies_of(family, model)}.items():
+        described[family.full(name)] = described[family.full(repeated)]
     headers = tensors.new_headers(described)
     return Contents(
         family=family,

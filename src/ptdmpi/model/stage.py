@@ -225,6 +225,17 @@ class Stage(nn.Module):
         assert isinstance(self.output, TokenOutput), "only an output of tokens has heads"
         return self.output.of_all(x)
 
+    def heads_ahead(self, batch: Microbatch, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the logits [s, b, V/t] of each module for multi-token prediction for which
+        `batch.ahead` has tokens, for the last stage's activations `x`, without sequence parallelism
+        and without dropout."""
+        if batch.ahead is None:
+            return ()
+        assert isinstance(self.output, AheadOutput), "a model without modules predicts no further"
+        context = self._context(batch, None)
+        activations = self.output.activations(batch.ahead, x, context)
+        return tuple(map(self.output.token_logits, activations))
+
     def scores(self, batch: Microbatch, x: Tensor, step: int | None) -> Tensor:
         """Return the scores [samples, n] of the n classes, or of the n candidates of each sample,
         for the last stage's activations `x`, in float32 or wider. For `step` see `hidden`."""

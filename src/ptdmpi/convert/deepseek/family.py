@@ -7,9 +7,10 @@ from typing import Any
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.kinds import LATENT
 from ptdmpi.convert.decoders import EXPERTS, Decoder
-from ptdmpi.convert.family import ConfigJson, Family, require
+from ptdmpi.convert.family import AHEAD, ConfigJson, Family, require
 from ptdmpi.convert.rope import rope_config
 from ptdmpi.convert.windows import require_whole
+from ptdmpi.plan.layer.ahead.modules import MODULES
 
 NAME = "deepseek_v3"
 # keys of config.json, and the keys of [model] with the same values
@@ -40,6 +41,7 @@ DEFAULTS = {
     "first_k_dense_replace": 3,
     "n_group": 8,
     "topk_group": 4,
+    AHEAD: 1,
 }
 
 
@@ -59,6 +61,7 @@ def _keys(config: ConfigJson) -> dict[str, Any]:
     return {
         **same,
         "kind": "deepseek",
+        "mtp_depth": require_whole(config, AHEAD, config.get(AHEAD, 0)),
         "kv_heads": config.need("num_attention_heads"),
         "head_size": plain + same["rope_head_size"],
         "bias": "attention" if config.only("attention_bias", False, True) else False,
@@ -103,7 +106,7 @@ def _config(model: ModelConfig) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "routed_scaling_factor": model.router_scale,
         "norm_topk_prob": model.router_normalize,
-        "num_nextn_predict_layers": 0,
+        AHEAD: model.mtp_modules,
         **rope,
     }
 
@@ -135,6 +138,28 @@ NAMES = {
     "attention__q_up": (f"{SELF}.q_b_proj",),
     "attention__kv_up": (f"{SELF}.kv_b_proj",),
 }
+PLAIN: Family = DEEPSEEK_V3.family(**NAMES)
+# modules for multi-token prediction: one more layer each, with further tensors
+MODULE = {
+    "token_norm": ("layers.{i}.enorm",),
+    "hidden_norm": ("layers.{i}.hnorm",),
+    "projection": ("layers.{i}.eh_proj",),
+    "norm": ("layers.{i}.shared_head.norm",),
+}
+OF_LAYER = {
+    ours.removeprefix("layers.{i}."): theirs
+    for ours, theirs in PLAIN.modules.items()
+    if ours.startswith("layers.{i}.")
+}
 FAMILY: Family = replace(
-    DEEPSEEK_V3.family(**NAMES), parameters={"balance": "e_score_correction_bias"}
+    PLAIN,
+    modules={
+        **PLAIN.modules,
+        **{f"{MODULES}.{{i}}.{ours}": theirs for ours, theirs in {**OF_LAYER, **MODULE}.items()},
+    },
+    parameters={"balance": "e_score_correction_bias"},
+    copies={
+        "layers.{i}.embed_tokens.weight": "embed_tokens.weight",
+        "layers.{i}.shared_head.head.weight": "lm_head.weight",
+    },
 )

@@ -21,6 +21,7 @@ from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.heads import TokenOutput
 from ptdmpi.model.output.losses import TASK, ahead_name
 from ptdmpi.model.parameters import Parameter
+from ptdmpi.model.sequence.ahead import TokensAhead
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tables import look_up
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -108,17 +109,22 @@ class AheadOutput(TokenOutput):
             return {**losses, **{name: torch.zeros_like(losses[TASK]) for name in names}}
         return {**losses, **dict(zip(names, self._ahead(batch, x, context), strict=True))}
 
+    def activations(self, ahead: TokensAhead, x: Tensor, context: Context) -> Iterator[Tensor]:
+        """Yield the normalized activations [s, b, h] from which the output head predicts, of each
+        module for which `ahead` has tokens. `x` are the normalized activations of the model."""
+        table = self.table.weight
+        assert isinstance(table, Parameter)
+        for module, ids in zip(self.extra, ahead.ids[:-1], strict=False):
+            x = module(x, look_up(ids, table, self.axis), context)
+            yield x
+
     def _ahead(self, batch: Microbatch, x: Tensor, context: Context) -> Iterator[Tensor]:
         """Yield the loss of each module, summed over the microbatch."""
         ahead = batch.ahead
         assert ahead is not None, "a model with modules is trained on tokens further ahead"
-        table = self.table.weight
-        assert isinstance(table, Parameter)
-        for number, module in enumerate(self.extra):
-            embedded = look_up(ahead.ids[number], table, self.axis)
-            x = module(x, embedded, context)
+        for number, y in enumerate(self.activations(ahead, x, context)):
             yield cross_entropy(
-                self.token_logits(x),
+                self.token_logits(y),
                 ahead.ids[number + 1],
                 ahead.weights[number],
                 self.axis,

@@ -1,0 +1,1 @@
+"""Modules for multi-token prediction in the files of Hugging Face."""

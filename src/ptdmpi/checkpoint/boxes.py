@@ -1,6 +1,6 @@
-"""The data files of a checkpoint. They contain slices (`Box`) of logical tensors, which are the
-unsharded tensors of the model. The checksum of a slice is computed while the slice is written or
-read.
+"""The data files of a checkpoint. The files contain slices (`Box`) of logical tensors, which are
+the unsharded tensors of the model. The checksum of a slice is computed while the slice is written
+or read.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
 any tool can open it. This module writes the safetensors format itself for two reasons. It computes

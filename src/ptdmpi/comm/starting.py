@@ -2,10 +2,10 @@
 is initialized.
 
 Under `mpirun --with-ft ulfm` the launcher does not end a job that loses a rank, and the other ranks
-wait for the lost rank in MPI_Init for ever. Each rank therefore starts a small process. It watches
-the ranks on its node until MPI is initialized, and ends the job if a rank is lost. A thread could
-not watch the ranks, because MPI_Init holds Python's global lock. The process runs this file as its
-program, so the file imports only the standard library.
+wait for the lost rank in MPI_Init for ever. Each rank therefore starts a small process. This
+process watches the ranks on its node until MPI is initialized, and ends the job if a rank is lost.
+A thread could not watch the ranks, because MPI_Init holds Python's global lock. The process runs
+this file as its program, so the file imports only the standard library.
 """
 
 import contextlib

@@ -220,9 +220,9 @@ def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
 def write_config(
     path: Path, model: Mapping[str, Any], task: TaskConfig, *, origin: str | Path, target: Path
 ) -> None:
-    """Write a config.toml for runs that begin from the converted weights at `target`. It has the
-    section [model] and, if there is a task, the section [task]. A comment names the original model
-    `origin`."""
+    """Write a config.toml for runs that begin from the converted weights at `target`. The
+    config.toml has the section [model] and, if there is a task, the section [task]. A comment names
+    the original model `origin`."""
     import tomlkit
 
     document = tomlkit.document()

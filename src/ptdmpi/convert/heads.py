@@ -147,9 +147,9 @@ def lost(task: TaskConfig) -> str:
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the key `pad_token_id` of config.json. The head of a decoder needs this key to find
-    the last token of a text in a padded batch. Its value is the model's end-of-text id (the first
-    one, if there are several), so padding is a repetition of this id. Return {} for a model of the
-    BERT family, or if config.json already has the key.
+    the last token of a text in a padded batch. The value of the key is the model's end-of-text id
+    (the first one, if there are several), so padding is a repetition of this id. Return {} for a
+    model of the BERT family, or if config.json already has the key.
     """
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:

@@ -51,7 +51,8 @@ class Replicas:
         """Return the consensus distance, which is equal on all ranks. It is the root mean square,
         over the d replicas, of the distance of a replica's weights x_i from the mean of all
         replicas: sqrt(sum_i |x_i - mean|^2 / d). The computation all-reduces all weights over the
-        data axis. It uses the memory of the gradients, and overwrites them."""
+        data axis. It stores its values in the memory of the gradients, so the gradients are lost.
+        """
         self.state.deviate()
         norm = float(self.reduction.global_norm())
         every = self.data.all_gather_numbers([norm])

@@ -294,8 +294,8 @@ def loaded_layer(
 
 def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
     """Raise InputError unless the checkpoint has exactly the weights `needed`, in their declared
-    shapes. It may also have modules for multi-token prediction, which adapters and heads for tasks
-    do not use."""
+    shapes. The checkpoint may also have modules for multi-token prediction, which adapters and
+    heads for tasks do not use."""
     for name, declaration in needed.items():
         reader.require(key(WEIGHTS, name), declaration.shape)
     known = {key(WEIGHTS, name) for name in needed}

@@ -238,10 +238,11 @@ class Attempt:
 
     @contextlib.contextmanager
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
-        """Return a context. At the end of its block, it writes to the history why the block ended,
-        and how many steps were done. It also sends a message about the end. But if the job has
-        several ranks and one of them fails, the heartbeat (a thread that monitors all ranks) sends
-        this message, because the heartbeat ends the job and knows all failed ranks."""
+        """Return a context. At the end of the `with` block, the context writes to the history why
+        the block ended, and how many steps were done. The context also sends a message about the
+        end. But if the job has several ranks and one of them fails, the heartbeat (a thread that
+        monitors all ranks) sends this message, because the heartbeat ends the job and knows all
+        failed ranks."""
         why = event = "done"
         try:
             yield

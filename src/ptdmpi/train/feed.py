@@ -316,8 +316,8 @@ class Feed:
 
     def place(self, microbatches: list[MicrobatchRows], modules: int = 0) -> list[Microbatch]:
         """Return microbatches as tensors of shape [sequence length, microbatch size] on the device.
-        The tensors are valid until the next call of this method. The microbatches have the tokens
-        for `modules` modules for multi-token prediction.
+        The tensors are valid until the next call of this method. The microbatches also have the
+        tokens that `modules` modules for multi-token prediction need.
 
         Every rank of the context axis reads complete samples. This method returns only the
         positions that this rank computes.

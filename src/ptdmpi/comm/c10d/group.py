@@ -305,8 +305,8 @@ class TransportGroup(ProcessGroup):
 
 class _Begun(dist.Work):
     """A send or receive of torch.distributed that has begun. A receive writes to the contiguous
-    tensor `into`. This is the caller's tensor, if that tensor is contiguous. Otherwise `into` is
-    copied to the caller's tensor when the message has arrived."""
+    tensor `into`. If the caller's tensor is contiguous, `into` is the caller's tensor. Otherwise
+    `into` is copied to the caller's tensor when the message has arrived."""
 
     def __init__(self, handle: Handle, tensors: list[Tensor], into: Tensor | None = None) -> None:
         super().__init__()

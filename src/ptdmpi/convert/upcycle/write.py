@@ -53,8 +53,8 @@ class Experts:
     a token. `dense_layers` and `moe_every` have the meaning of these keys of [model]. If
     `normalizes` is True, the weights of a token's experts are divided by their sum. If `normalizes`
     is False, the weights of a token's experts are multiplied by count / chosen, so that their sum
-    is about 1 at the beginning. `router_std` is the initial standard deviation of the router's
-    weights, and `seed` is the seed of its random numbers.
+    is about 1 at the beginning. `router_std` is the standard deviation of the router's initial
+    weights, which are random numbers, and `seed` is the seed of these random numbers.
     """
 
     count: int

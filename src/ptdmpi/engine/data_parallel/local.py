@@ -1,5 +1,5 @@
-"""Local SGD: replicas do several local steps, and then average their weights. They communicate once
-per round instead of once per step."""
+"""Local SGD: replicas do several local steps, and then average their weights. Replicas then
+communicate once per round of local steps instead of once per step."""
 
 import torch
 

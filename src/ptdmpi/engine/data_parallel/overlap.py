@@ -2,9 +2,9 @@
 begin before this backward ends.
 
 The overlap needs a transport that makes progress during computation (`overlaps`). A shard unit is a
-module such as a layer. The gradients of each unit are summed as soon as they are complete, from the
-last unit to the first. The replicas execute the same program, so they begin the same sums in the
-same order.
+group of parameters of one module, such as a layer. The gradients of each unit are summed as soon as
+they are complete, from the last unit to the first. The replicas execute the same program, so they
+begin the same sums in the same order.
 """
 
 import contextlib

@@ -12,9 +12,10 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 
 
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
-    """Return the adapters that change the outputs `columns` of a linear layer. They are applied to
-    the result of a product that computes only these outputs. The returned adapters are copies with
-    the same parameters. In the copies, output `columns.start` of the layer has the number 0."""
+    """Return the adapters that change the outputs `columns` of a linear layer. The returned
+    adapters are applied to the result of a product that computes only these outputs. The returned
+    adapters are copies with the same parameters. In the copies, output `columns.start` of the layer
+    has the number 0."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 

@@ -67,8 +67,9 @@ class Kernels:
         return Kernels(choice, self.precision, triton=self.triton)
 
     def by_triton(self, kind: str) -> bool:
-        """Return True if Triton's kernels compute the operations of this kind (`fused.KINDS`). They
-        are not used in a compiled graph, because Inductor fuses these operations with others."""
+        """Return True if Triton's kernels compute the operations of this kind (`fused.KINDS`).
+        Triton's kernels are not used in a compiled graph, because there Inductor fuses these
+        operations with other operations."""
         return kind in self.triton and not torch.compiler.is_compiling()
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:

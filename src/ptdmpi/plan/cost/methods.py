@@ -131,8 +131,8 @@ def told_of(
     In attention, a tile of PowerSGD has the lines (rows of a weight) of one head. In the MLP and in
     the vocabulary's table, a tile has 1/n of the lines, with n = gcd(heads, ffn_hidden). If n does
     not divide the size of the vocabulary, each row of the table is sent uncompressed. The result
-    has a single shape for the tiles of all parameters. Its number of lines is the harmonic mean,
-    over all elements, of the number of lines of the element's tile.
+    has a single shape for the tiles of all parameters. The number of lines of this shape is the
+    harmonic mean, over all elements, of the number of lines of the element's tile.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)

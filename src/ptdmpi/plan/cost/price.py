@@ -24,8 +24,8 @@ from ptdmpi.plan.shape.parameters import layer_elements
 
 @dataclass(frozen=True)
 class StepParts:
-    """The seconds that the busiest rank spends on each kind of work in a step. Their sum is the
-    step time."""
+    """The seconds that the busiest rank spends on each kind of work in a step. The sum over all
+    kinds of work is the step time."""
 
     compute: float
     tensor: float  # sums and gathers over the tensor axis

@@ -119,8 +119,8 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
     """Return at most `MOST_ADVICE` layouts that are better than the layout of `price`, as (number
-    of changes, prices). Each of them differs from this layout by one or two changes; the number in
-    the result is the largest number of changes among them.
+    of changes, prices). Each returned layout differs from the layout of `price` by one or two
+    changes. The number of changes in the result is the largest number for any returned layout.
 
     If the layout of `price` fits into memory, the result has the fastest layouts after a single
     change. If this layout does not fit, the result has the fastest layouts that fit after one or

@@ -105,9 +105,9 @@ def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 
 def head(model: ModelConfig, vocab_size: int, dealing: Dealing = ON_ONE_RANK) -> dict[str, Part]:
     """Return the groups of parameters (parts) after the last layer, by name. The table of the
-    embedding is included if operators after the last layer use it (`ModelConfig.shares_table`). Its
-    name is then "head", or, if the head is not tied, `TABLE`. If `dealing` distributes experts over
-    ranks, the result has only the experts of the first rank."""
+    embedding is included if operators after the last layer use it (`ModelConfig.shares_table`). The
+    name of the table is then "head", or, if the head is not tied, `TABLE`. If `dealing` distributes
+    experts over ranks, the result has only the experts of the first rank."""
     parts = parts_of(describe.head(model, vocab_size))
     for number in range(model.mtp_modules):
         own = parts_of(inner(model), dealing)

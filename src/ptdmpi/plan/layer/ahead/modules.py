@@ -1,8 +1,9 @@
 """The description of the modules for multi-token prediction (DeepSeek-AI 2024, V3: arXiv
 2412.19437, section 2.2), and of everything after the last layer of a model.
 
-Module k (from 0) predicts, at position i, the token i + 2 + k. It combines the activation of the
-model, or of the module before it, with the embedding of the token i + 1 + k:
+Module k (from 0) predicts, at position i, the token i + 2 + k. Module 0 combines the activation of
+the model, and any other module the activation of the module before it, with the embedding of the
+token i + 1 + k:
 
     next -> look-up -> norm
     x -> norm, next -> concatenation -> linear layer -> layer -> norm -> output head -> loss

@@ -110,8 +110,8 @@ class Multiply(Operator):
         tensor = sizes.layout.tensor
         inputs, outputs = self.linear.local(tensor)
         if self.is_attention and sizes.gathers_early:
-            # keys and values are gathered while the queries are computed, so they need a separate
-            # matrix product
+            # keys and values are gathered while the queries are computed, so a separate matrix
+            # product computes keys and values
             yield inputs, outputs - sizes.query_width, self.linear.trains
             outputs = sizes.query_width
         yield inputs, outputs, self.linear.trains

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.terminal.options import EMA, PATH, NamedPath
+from ptdmpi.terminal.options import EMA, PATH, TOKENIZER, NamedPath
 from ptdmpi.terminal.program import CommandGroup, run
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def _joined(*options: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
+_TOKENIZER = partial(click.option, "--tokenizer", type=TOKENIZER)
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
 _SKIP = click.option(
     "--skip-bad-lines",
@@ -105,7 +107,7 @@ _TEXTS = _joined(
 
 # the options for packing conversations into rows
 _ROWS = _joined(
-    click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json."),
+    _TOKENIZER(required=True, help="'bytes' or a Hugging Face tokenizer.json."),
     click.option(
         "--seq-length",
         required=True,
@@ -168,8 +170,7 @@ def commands() -> None:
 
 @commands.command()
 @_INPUTS
-@click.option(
-    "--tokenizer",
+@_TOKENIZER(
     required=True,
     help="'bytes', a Hugging Face tokenizer.json (gigatoken:FILE reads it with the faster library "
     "gigatoken), a SentencePiece .model, or tiktoken:NAME.",
@@ -353,7 +354,7 @@ def score(
 
 @commands.command("import-megatron")
 @click.argument("prefixes", nargs=-1, required=True, type=NamedPath())
-@click.option("--tokenizer", help="Tokenizer of the tokens: 'bytes', or the tokenizer's file.")
+@_TOKENIZER(help="Tokenizer of the tokens: 'bytes', or the tokenizer's file.")
 @click.option("--vocab-size", type=int, help="Vocabulary size, if there is no tokenizer file.")
 @click.option("--eod-id", type=int, help="Token id that ends a document.")
 @_SHARDS

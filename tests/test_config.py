@@ -186,9 +186,12 @@ WRONG_VALUES = [
     ("data.train", [{"weight": 1}], r"data\.train\.0\.path is missing"),
     ("data.train", [{"path": ""}], r"data\.train\.0\.path = '': .*at least 1 character"),
     ("data.valid", "", r"data\.valid = '': .*at least 1 character"),
-    ("run.dir", "a\0b", r"run\.dir = .*must not contain a NUL"),
-    ("checkpoint.initial", "a\0b", r"checkpoint\.initial = .*must not contain a NUL"),
-    ("data.train", [{"path": "a\0b"}], r"data\.train\.0\.path = .*must not contain a NUL"),
+    ("run.dir", "a\0b", r"run\.dir = .*must not contain control"),
+    ("run.dir", "a\x1b[31m", r"run\.dir = .*must not contain control"),
+    ("run.dir", "a\udcff", r"run\.dir = .*must not contain bytes that are not UTF-8"),
+    ("checkpoint.resume", "a\udcff", r"checkpoint\.resume = .*not UTF-8"),
+    ("checkpoint.initial", "a\0b", r"checkpoint\.initial = .*must not contain control"),
+    ("data.train", [{"path": "a\0b"}], r"data\.train\.0\.path = .*must not contain control"),
 ]
 
 
@@ -289,6 +292,14 @@ def test_set_overrides_the_file(tmp_path):
     assert [one.epochs for one in config.data.train] == [None, Decimal(2)]
 
 
+def test_set_takes_no_bytes_that_are_not_text(tmp_path):
+    """The configuration of a run is stored as UTF-8 in its folder."""
+    file = tmp_path / "config.toml"
+    file.write_text("")
+    with pytest.raises(InputError, match=r"--set log\.wandb_project=a.: the value is not UTF-8"):
+        load(file, [f"log.wandb_project={os.fsdecode(bytes([97, 255]))}"])
+
+
 @pytest.mark.parametrize("override", ["run.steps", "steps=3", "=3", ".steps=3", "run.=3"])
 def test_set_needs_section_key_and_value(tmp_path, override):
     file = tmp_path / "c.toml"
@@ -334,7 +345,7 @@ def test_files_that_cannot_be_read(tmp_path):
             "recompute.mode": "full",
             "recompute.layers": 2,
         },
-        {"data.train": [{"path": 'a b\n"', "weight": 0.1, "epochs": "1.5"}, {"path": "é"}]},
+        {"data.train": [{"path": 'a b\\"', "weight": 0.1, "epochs": "1.5"}, {"path": "é"}]},
         {"data.valid": "v", "optimizer.learning_rate": 1e-7, "log.validate_samples": 10},
     ],
 )

@@ -185,7 +185,10 @@ def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> Killed
     why = why or deviation(run, reference, STEPS) or records_deviate(run, reference) or ""
     if why:
         kept = folder / f"lost-{way.name}-{time.time_ns():x}"
-        run.rename(kept)
+        if run.exists():
+            run.rename(kept)
+        else:  # the job has ended before a rank made the folder
+            kept.mkdir()
         shutil.copy(job.output, kept / "supervised.txt")
     shutil.rmtree(run, ignore_errors=True)
     return KilledRun(way.name, copies, tuple(deaths), why)

@@ -82,3 +82,29 @@ def test_a_preemption_before_a_rank_can_handle_it(tmp_path):
 def test_other_commands_end_at_once(tmp_path):
     ended = interrupted(tmp_path, "ptdmpi", "schedule", number=signal.SIGTERM)
     assert ended.returncode == -signal.SIGTERM
+
+
+STREAMS = """
+import os, sys
+from ptdmpi.base import early
+
+early.begin("ptdmpi")
+file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+print("lost"), print("lost", file=sys.stderr)
+os.write(1, b"lost"), os.write(2, b"lost")
+assert sys.stdin.read() == "" and not sys.stdout.isatty() and not sys.stderr.isatty()
+assert os.system("test -e /dev/fd/0 -a -e /dev/fd/1 -a -e /dev/fd/2") == 0
+os.write(file, f"{file}".encode())
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-", "<&-"])
+def test_a_missing_stream_is_not_the_number_of_a_file(closed, tmp_path):
+    """Whatever a library prints, the file that is opened next contains only its own bytes."""
+    (tmp_path / "program.py").write_text(STREAMS)
+    command = f"exec {sys.executable} program.py file {closed}"
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0
+    assert int((tmp_path / "file").read_text()) >= 3

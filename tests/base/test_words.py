@@ -1,8 +1,17 @@
 """Counts and sizes in words, down to one and to nothing; text that a terminal may print."""
 
+import os
+
 import pytest
 
-from ptdmpi.base.words import counted, file_size, printable, printable_line, short
+from ptdmpi.base.words import (
+    counted,
+    file_size,
+    mistake_in_path,
+    printable,
+    printable_line,
+    short,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +43,19 @@ def test_no_file_is_rounded_away():
 def test_text_from_a_file_cannot_change_a_terminal():
     assert printable("größer\x1b[31m\n\u202e漢\udcff") == "größer\\x1b[31m\n\\u202e漢\\udcff"
     assert printable_line("a\nb\tc") == "a\\nb\\tc"
+
+
+@pytest.mark.parametrize(
+    "path", ["", "a b", "-x", "\u00fc/\u6f22", "a{x}[red]", "\u00a0", "\u200d"]
+)
+def test_legal_paths(path):
+    assert mistake_in_path(path) == ""
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\nb", "a\x1b[31mb", "\x07", "a\x7f", "\x9b31m"])
+def test_paths_that_would_change_a_terminal(path):
+    assert "control characters" in mistake_in_path(path)
+
+
+def test_a_path_that_is_not_text():
+    assert "not UTF-8" in mistake_in_path(os.fsdecode(b"a\xff\n"))

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.faults import every_kind as benchmark
 from benchmarks.faults.deaths import IN_A_START, Death, KilledRun, append, count, runs_in, table
 from benchmarks.faults.every_kind import trial
 from benchmarks.faults.kinds import (
@@ -106,6 +107,28 @@ def test_results_are_kept_and_counted(tmp_path):
     assert rows["ring"] == ["1", "0", "1", "0", "2", "1", "0", "4.0"]
     assert rows["zb-v"] == ["1", "0", "0", "0", "1", "1", "1", "6.0"]
     assert rows["all"] == ["2", "0", "1", "0", "3", "2", "1", "5.0"]
+
+
+def test_a_lost_run_without_a_folder_is_counted(tmp_path, monkeypatch):
+    """A job that ends before a rank has made the folder of the run is lost, and the next runs
+    follow; what it has printed is kept."""
+
+    class Job:
+        def __init__(self, folder, *others):
+            self.output = folder / "supervised.txt"
+            self.output.write_text("no rank started")
+
+        def wait(self):
+            return 1
+
+    monkeypatch.setattr(benchmark, "SupervisedRun", Job)
+    monkeypatch.setattr(benchmark, "killed", lambda job, choice: [])
+    (tmp_path / "reference-ring").mkdir()
+    (tmp_path / "reference-ring/done").touch()
+    run = trial(tmp_path, KINDS["ring"], random.Random(1), copies=True)
+    assert run.why == "exit code 1"
+    (kept,) = tmp_path.glob("lost-ring-*")
+    assert (kept / "supervised.txt").read_text() == "no rank started"
 
 
 @pytest.mark.long

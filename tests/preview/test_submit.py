@@ -302,7 +302,7 @@ def test_kubernetes_reads_each_value_as_a_text(folder):
     yaml = pytest.importorskip("yaml")
     path = Path(site("kubernetes"))
     path.write_text(path.read_text().replace('"abc"', '"123"').replace('"long"', '"yes"'))
-    setting = "run.dir=two\nlines"
+    setting = "run.dir=two: words"
     job = yaml.safe_load(submit("--site", str(path), "--set", setting).stdout)
     assert job["metadata"]["namespace"] == "123"
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "yes"}

@@ -76,12 +76,15 @@ def test_bad_input_corruption_and_a_stop_are_final(job, tmp_path, code):
     assert len(calls(tmp_path)) == 1
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("n", "options", "message"),
     [
         (99_999_999, (), "-n 99999999: no machine takes so many; legal: 1 to 16777216"),
         (5000, ("--hosts", "a"), "5000 ranks on host a; legal: 1 to 4096 ranks on a host"),
+        (2, ("--hosts", "a\x1b:2"), "--hosts a\\x1b:2: write name or name:ranks"),
+        (2, ("--set", "run.steps=1e3"), "run.steps = 1000.0: Input should be a valid integer"),
+        (2, ("--set", "log.every_steps=0"), "log.every_steps = 0: Input should be greater"),
         (5, (), "batch.global_size = 8 is not a multiple of data * micro_size = 5"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import data_prep.cli
 import ptdmpi.cli
 from ptdmpi.config import InputError
+from ptdmpi.terminal.options import NamedPath
 from ptdmpi.terminal.program import Command, CommandGroup, run
 from tests.parallel import ROOT, mpirun
 
@@ -164,3 +165,69 @@ def test_a_folder_that_shadows_the_package_is_named(monkeypatch):
     words = r"folder /elsewhere/ptdmpi shadows the package ptdmpi in .*: rename that folder"
     with pytest.raises(InputError, match=words):
         ptdmpi.cli.group.get_command(click.Context(ptdmpi.cli.group), "plan")
+
+
+def parameters(words):
+    """Return the arguments and options of a command."""
+    command = {"ptdmpi": ptdmpi.cli.group, "ptdmpi-data": data_prep.cli.commands}[words[0]]
+    context = click.Context(command)
+    for name in words[1:]:
+        command = command.get_command(context, name)
+    return command.params
+
+
+def test_no_command_takes_a_path_that_would_change_the_terminal():
+    """Every path is a NamedPath; only names of texts, which no file stores, may be any bytes."""
+    paths = [
+        (words, parameter)
+        for words in every_command()
+        for parameter in parameters(words)
+        if isinstance(parameter.type, click.Path)
+    ]
+    assert len(paths) > 40
+    others = {p.name for _, p in paths if not isinstance(p.type, NamedPath)}
+    assert others == {"inputs"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ptdmpi", "report"),
+        ("ptdmpi", "checkpoint", "inspect"),
+        ("ptdmpi-data", "inspect"),
+        ("ptdmpi-data", "tokenize", "texts", "--output", "x", "--tokenizer"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("name", ["a\x1b[31m", "a\udcff"])
+def test_an_odd_name_is_one_line(monkeypatch, capsys, words, name):
+    code, output, errors = called(monkeypatch, capsys, *words, name)
+    assert (code, output) == (2, "")
+    assert "a path must not contain" in errors and errors.count("\n") == 1
+    assert "\x1b" not in errors
+
+
+def test_no_range_contains_nan():
+    ranges = [
+        parameter.type
+        for words in every_command()
+        for parameter in parameters(words)
+        if isinstance(parameter.type, click.FloatRange)
+    ]
+    assert len(ranges) > 1
+    for kind in ranges:
+        with pytest.raises(click.BadParameter, match="nan is not in the range"):
+            kind.convert("nan", None, None)
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_more_samples_than_fit_into_memory(monkeypatch, capsys, command):
+    code, _, errors = called(monkeypatch, capsys, "ptdmpi", command, "x", "--samples", "1000000001")
+    assert code == 2 and "1<=x<=1000000" in errors
+
+
+def test_threads_of_a_rank_are_bounded(monkeypatch, capsys):
+    """More threads than a process can have would end the program with a traceback."""
+    words = ("ptdmpi", "probe", "--output", "x.toml", "--threads", "99999999999")
+    code, _, errors = called(monkeypatch, capsys, *words)
+    assert code == 2 and "1<=x<=1024" in errors

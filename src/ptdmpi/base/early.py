@@ -4,6 +4,9 @@ A program first imports its modules, which takes some tenths of a second, or sev
 busy machine. Without this module, Ctrl-C would print a traceback during this time, and SIGTERM
 would end the process with the exit code of the signal. This module is imported first, and imports
 only `signal`, `os` and `sys`.
+
+A program may also start without standard input, output or error (`ptdmpi train C >&-`). `begin`
+opens /dev/null in place of a missing stream.
 """
 
 import os
@@ -33,18 +36,34 @@ class EndOnInterrupt:
 
 
 def begin(program: str, holding: tuple[str, ...] = ()) -> None:
-    """Prepare the process for signals during its start. SIGINT ends the process with one line.
+    """Prepare the process for signals during its start: SIGINT ends the process with one line. Also
+    replace missing standard streams.
 
     If the first argument of the command line is a command in `holding`, the signals in REQUESTS are
     blocked until `release` is called. That command must call `release` after it has installed its
     own handlers.
     """
+    _open_missing_streams()
     # A shell makes its background jobs ignore SIGINT. Do not change that.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, EndOnInterrupt(program))
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
     if words and words[0] in holding:
         signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null in place of each standard stream that the process was started without.
+
+    Otherwise the next file that the process opens, such as a checkpoint, would get the number of
+    the missing stream, and libraries written in C would print their messages into this file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # the smallest free number, which is the number of the missing stream
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)  # for the launcher and the ranks, too
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def imported() -> None:

@@ -1,6 +1,8 @@
 """Formatting of text for people: numbers with nouns, large numbers, and file sizes. Control
 characters in text from files are escaped."""
 
+import unicodedata
+
 
 def printable(text: str) -> str:
     """Return the text with escapes (such as \\x1b) in place of control characters other than line
@@ -11,6 +13,16 @@ def printable(text: str) -> str:
 def printable_line(line: str) -> str:
     """Return the text with escapes in place of all control characters, including line ends."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
+
+
+def mistake_in_path(path: str) -> str:
+    """Return what the path must not contain, although it does; "" if the path is legal. A legal
+    path contains no control characters, which would change the terminal that shows the path, and
+    no bytes that are not UTF-8, which most files cannot store."""
+    kinds = {unicodedata.category(sign) for sign in path}
+    if "Cs" in kinds:
+        return "a path must not contain bytes that are not UTF-8"
+    return "a path must not contain control characters" if "Cc" in kinds else ""
 
 
 def counted(number: int, noun: str) -> str:

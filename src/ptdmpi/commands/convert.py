@@ -16,7 +16,7 @@ from ptdmpi.base.say import note
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
-from ptdmpi.terminal.options import AS_JSON, EMA, PATH, PUSH
+from ptdmpi.terminal.options import AS_JSON, EMA, PATH, PUSH, FiniteRange
 from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def to_hugging_face(
     "--no-normalize", is_flag=True, help="Do not divide a token's expert weights by their sum."
 )
 @click.option(
-    "--router-std", type=click.FloatRange(0), help="Standard deviation of the routers' weights."
+    "--router-std", type=FiniteRange(0), help="Standard deviation of the routers' weights."
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of the routers.")
 @EMA

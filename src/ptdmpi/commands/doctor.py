@@ -13,7 +13,7 @@ import click
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
-from ptdmpi.terminal.options import AS_JSON, PATH
+from ptdmpi.terminal.options import AS_JSON, PATH, NamedPath
 from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--report",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=NamedPath(path_type=Path, dir_okay=False),
     help="Write the findings and all versions to a file that can be attached to an issue.",
 )
 @click.option(

@@ -8,7 +8,7 @@ import click
 
 from ptdmpi.base.outside import mendable_paths
 from ptdmpi.comm import launch
-from ptdmpi.terminal.options import PATH, options_of_a_trained_model
+from ptdmpi.terminal.options import PATH, SAMPLES, options_of_a_trained_model
 from ptdmpi.terminal.program import Command
 
 
@@ -35,7 +35,7 @@ from ptdmpi.terminal.program import Command
 )
 @click.option(
     "--samples",
-    type=click.IntRange(1),
+    type=SAMPLES,
     default=1,
     help="Answers per item (the majority is scored), or programs per task.",
 )

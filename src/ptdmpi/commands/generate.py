@@ -11,7 +11,7 @@ from ptdmpi.base.outside import mendable_paths
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
-from ptdmpi.terminal.options import PATH, options_of_a_trained_model
+from ptdmpi.terminal.options import PATH, SAMPLES, options_of_a_trained_model
 from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--max-new-tokens", type=int, help="[default: 100, or fewer if the sequence length is reached]"
 )
-@click.option("--samples", type=click.IntRange(1), default=1, help="Continuations per prompt.")
+@click.option("--samples", type=SAMPLES, default=1, help="Continuations per prompt.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
 @click.option(

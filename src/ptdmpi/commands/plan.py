@@ -91,7 +91,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command("plan", cls=Command)
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.argument("config", required=False, type=PATH)
 @click.option("--model", help="A preset[,s=8192], or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", help=f"{legal_clusters()}, or a .toml file.")
 @click.option(

@@ -11,16 +11,19 @@ from ptdmpi.base.heap import keep_freed
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.terminal.options import AS_JSON
+from ptdmpi.config.section import MOST_THREADS
+from ptdmpi.terminal.options import AS_JSON, PATH
 from ptdmpi.terminal.program import Command
 
 
 @click.command("probe", cls=Command)
+@click.option("--output", type=PATH, required=True, help="The .toml file to write.")
 @click.option(
-    "--output", type=click.Path(path_type=Path), required=True, help="The .toml file to write."
-)
-@click.option(
-    "--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads per rank."
+    "--threads",
+    type=click.IntRange(1, MOST_THREADS),
+    default=1,
+    show_default=True,
+    help="Threads per rank.",
 )
 @click.option(
     "--precision",

@@ -13,15 +13,16 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
 from ptdmpi.report import compare, page, several
+from ptdmpi.terminal.options import PATH, NamedPath
 from ptdmpi.terminal.program import Command
 
 
 @click.command(cls=Command)
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option("--cluster", help="Cluster for the prediction; default: the run's key run.cluster.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=NamedPath(path_type=Path, file_okay=False),
     help="Directory for pictures and trace [default: the run directory; for several runs, the "
     "current directory].",
 )

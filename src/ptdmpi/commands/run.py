@@ -1,23 +1,21 @@
 """`ptdmpi run`: start a training run with its launcher, and restart the ranks if ranks are lost."""
 
+import re
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-from pydantic import ValidationError
 
 from ptdmpi.base.launched import launched_size
 from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, LogConfig, RunConfig, load, resolve
-from ptdmpi.config.section import Section
-from ptdmpi.terminal.options import SET, Number
+from ptdmpi.config.files import parsed
+from ptdmpi.terminal.options import PATH, SET, Number
 from ptdmpi.terminal.program import Command
-
-Read = TypeVar("Read", bound=Section)
 
 
 @click.command(
@@ -25,7 +23,7 @@ Read = TypeVar("Read", bound=Section)
     exit_codes="Exit codes: 0 done, 2 bad input, 75 stopped on request after saving (the same "
     "command continues the run), else a failure.",
 )
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=PATH)
 @click.option(
     "-n", "ranks", type=click.IntRange(1), help="Number of ranks [default: the scheduler's]."
 )
@@ -77,8 +75,7 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
     if launched_size() > 1:
         raise InputError("ptdmpi run starts the launcher itself: call it without mpirun or srun")
     tree = load(config, settings)
-    run = _section(config, tree, "run", RunConfig)
-    log = _section(config, tree, "log", LogConfig)
+    run, log = _run_and_log(tree)
     require_receivers(log)
     environment = mpi_environment()
     place = place_of(options["hosts"], environment, options["launcher"])
@@ -121,12 +118,11 @@ def _require_layout(tree: dict[str, Any], ranks: int) -> None:
         checked(tree, ranks)
 
 
-def _section(config: Path, tree: dict[str, Any], name: str, kind: type[Read]) -> Read:
-    """Return the section `name` of the configuration. Raise InputError, with a message of one line,
-    if the section has a mistake."""
-    try:
-        return kind.model_validate(tree.get(name, {}))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{config}: {name}.{key}: {first['msg']}") from None
+def _run_and_log(tree: dict[str, Any]) -> tuple[RunConfig, LogConfig]:
+    """Return the sections [run] and [log] of a configuration. If they have mistakes, raise
+    InputError with the same lines as `ptdmpi train`."""
+    sections, mistakes, _ = parsed(tree)
+    mistakes = [line for line in mistakes if re.match(r"(run|log)\b", line)]
+    if mistakes or sections.run is None or sections.log is None:
+        raise InputError("\n".join(mistakes))
+    return sections.run, sections.log

@@ -9,7 +9,7 @@ from ptdmpi.base import early
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch, starting
 from ptdmpi.config import InputError, load
-from ptdmpi.terminal.options import SET
+from ptdmpi.terminal.options import PATH, SET
 from ptdmpi.terminal.program import Command
 from ptdmpi.watch.requests import StopRequest
 
@@ -19,7 +19,7 @@ from ptdmpi.watch.requests import StopRequest
     exit_codes="Exit codes: 0 done, 2 bad input, 75 stopped on request after saving (the same "
     "command continues the run), else a failure.",
 )
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=PATH)
 @SET
 @click.option(
     "--layout",

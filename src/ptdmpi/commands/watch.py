@@ -13,12 +13,13 @@ from ptdmpi.config import InputError
 from ptdmpi.report import live
 from ptdmpi.report.page.serve import Followed, PageServer
 from ptdmpi.report.status import Watched
+from ptdmpi.terminal.options import PATH, FiniteRange
 from ptdmpi.terminal.program import Command
 
 
 @click.command(cls=Command)
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--every", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
+@click.argument("runs", nargs=-1, required=True, type=PATH)
+@click.option("--every", type=FiniteRange(0.2, 3600), default=2.0, show_default=True)
 @click.option(
     "--once",
     is_flag=True,

@@ -71,6 +71,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
         raise InputError(f"--set {override}: write section.key=value, for example run.steps=100")
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"--set {override}: the value is not UTF-8") from None
     if not text.strip():
         target = tree.get(section)
         if isinstance(target, dict):

@@ -5,25 +5,29 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from ptdmpi.base.words import mistake_in_path
+
 MOST = 10**12  # the maximum value of every key that is a count; a larger value is surely a typo.
 # The maximum number of sequences in a step, and the maximum number of ranks. The largest published
 # batches have about 10^5 sequences. One step of 10^9 sequences of 2,048 tokens would have as many
 # tokens as the whole training of Llama 2 (arXiv 2307.09288, Table 1), so a larger number is surely
 # a typo.
 MOST_BATCH = MOST_RANKS = 10**9
+MOST_THREADS = 1024  # the maximum number of threads of a rank
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _without_nul(path: str) -> str:
-    if "\0" in path:
-        raise ValueError("a path must not contain a NUL character")
+def _legal(path: str) -> str:
+    mistake = mistake_in_path(path)
+    if mistake:
+        raise ValueError(mistake)
     return path
 
 
-PathText = Annotated[str, AfterValidator(_without_nul)]
-FileName = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+PathText = Annotated[str, AfterValidator(_legal)]
+FileName = Annotated[str, Field(min_length=1), AfterValidator(_legal)]
 DirectoryName = FileName  # not empty, because "" would mean the current directory
 
 

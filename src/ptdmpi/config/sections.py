@@ -18,6 +18,7 @@ from ptdmpi.config.model import MASK_FRACTION
 from ptdmpi.config.precision import PRECISIONS, PrecisionName, Scaling, ScalingName, scaling_of
 from ptdmpi.config.section import (
     MOST_BATCH,
+    MOST_THREADS,
     Bound,
     BoundOrder,
     DirectoryName,
@@ -55,7 +56,7 @@ class RunConfig(Section):
     dir: Free[PathText] = ""
     seed: BoundOrder[Annotated[int, Field(ge=0)]] = 1234
     steps: Reported[Positive]
-    threads: Reported[Annotated[int, Field(ge=1, le=1024)]] = 1
+    threads: Reported[Annotated[int, Field(ge=1, le=MOST_THREADS)]] = 1
     reproducible: Reported[bool] = False
     compile: Reported[bool] = False
     loss: Reported[str] = ""
@@ -335,7 +336,7 @@ class TaskConfig(Section):
     kind: Bound[Literal["none", "classification", "choice"]] = "none"
     labels: Bound[Annotated[tuple[FileName, ...], Field(strict=False)]] = ()
     choices: Bound[NonNegative] = 0
-    tokenizer: Reported[str] = ""
+    tokenizer: Reported[PathText] = ""
 
     @property
     def sequences(self) -> int:

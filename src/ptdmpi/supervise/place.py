@@ -212,7 +212,7 @@ def _passed_on(launcher: str, environment: Mapping[str, str]) -> tuple[str, ...]
 
 def _host(word: str) -> LaunchHost:
     name, colon, ranks = word.strip().partition(":")
-    if not name or (colon and not (ranks.isdigit() and int(ranks))):
+    if not name or not name.isprintable() or (colon and not (ranks.isdigit() and int(ranks))):
         raise InputError(f"--hosts {word}: write name or name:ranks, for example n1:4,n2:4")
     return LaunchHost(name, int(ranks or 0))
 

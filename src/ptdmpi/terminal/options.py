@@ -7,23 +7,49 @@ from typing import Any
 
 import click
 
+from ptdmpi.base.words import mistake_in_path, printable_line
 from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.section import MOST_BATCH
 
 
 class NamedPath(click.Path):
-    """A path that must not be empty. Without this check, `--output "$DIR"` with an unset variable
-    DIR would mean the current directory."""
+    """A path that must not be empty, and must not contain control characters or bytes that are not
+    UTF-8. Without the first check, `--output "$DIR"` with an unset variable DIR would mean the
+    current directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path. Raise click.BadParameter if the path is empty."""
+        """Return the path. Raise click.BadParameter if the path is illegal."""
         if str(value) == "":
             self.fail("it is empty; a path is needed", param, ctx)
+        mistake = mistake_in_path(str(value))
+        if mistake:
+            self.fail(f"{printable_line(str(value))}: {mistake}; rename it", param, ctx)
         return super().convert(value, param, ctx)
 
 
+class NamedTokenizer(NamedPath):
+    """The path of a tokenizer's file, or the name of a tokenizer, such as 'bytes'."""
+
+    name = "text"
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range. Unlike `click.FloatRange`, it refuses nan, which is neither below nor
+    above any limit."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the number. Raise click.BadParameter if the number is not in the range."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"nan is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
 PATH = NamedPath(path_type=Path)
+# the number of continuations of a prompt; a larger number would fill the memory
+SAMPLES = click.IntRange(1, 1_000_000)
+TOKENIZER = NamedTokenizer()
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 SET = click.option(
     "--set",
@@ -46,7 +72,9 @@ _OF_A_TRAINED_MODEL = (
     ),
     click.option("--precision", type=click.Choice(list(PRECISIONS))),
     EMA,
-    click.option("--tokenizer", help="'bytes' or a tokenizer.json [default: the shards']."),
+    click.option(
+        "--tokenizer", type=TOKENIZER, help="'bytes' or a tokenizer.json [default: the shards']."
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),
 )
 

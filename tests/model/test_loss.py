@@ -1,11 +1,16 @@
 """Cross-entropy some positions at a time has the bits of the whole, and takes less memory."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.planning.allocated import measured
+from ptdmpi.comm.communicator import OneRank
 from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.output import cross_entropy as losses
 from ptdmpi.model.output.cross_entropy import cross_entropy, token_log_probabilities
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -55,7 +60,7 @@ def test_the_bits_of_the_whole(comm, dtype, masked):
     known = token_log_probabilities(logits, labels, axis)
     for rows in (1, 7, S * B, 10 * S * B):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(losses, "loss_rows", lambda columns, on_host, rows=rows: rows)
+            patch.setattr(losses, "loss_rows", lambda columns, logits, rows=rows: rows)
             mine = logits.clone().requires_grad_()
             found = cross_entropy(mine + 0.0, labels, weights if masked else None, axis)
             (0.5 * found).backward()
@@ -72,7 +77,7 @@ def test_wide_logits_are_few(comm):
     logits = torch.randn(rows, 1, columns).bfloat16().requires_grad_()
     labels = torch.zeros(rows, 1, dtype=torch.long)
     work = logits * 1.0
-    widened = 4 * columns * chunks.loss_rows(columns, on_host=True)
+    widened = 4 * columns * chunks.loss_rows(columns, chunks.HOST_ELEMENTS)
     left, most = measured(lambda: cross_entropy(work, labels, None, axis))
     assert most < 1.1 * widened < 4 * rows * columns / 5 and left < 64 * rows
     loss = cross_entropy(work, labels, None, axis)
@@ -81,5 +86,25 @@ def test_wide_logits_are_few(comm):
 
 
 def test_rows_at_a_time():
-    assert chunks.loss_rows(50257, on_host=True) == 5 and chunks.loss_rows(10**9, False) == 1
-    assert chunks.loss_rows(50257, on_host=False) == 333
+    assert chunks.loss_rows(50257, 2**18) == 5 and chunks.loss_rows(10**9, 2**18) == 1
+    assert chunks.loss_rows(50257, chunks.DEVICE_ELEMENTS) == 333
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_run_s_choice_sets_the_rows_at_a_time(dtype):
+    """In forward and backward, with equal bits: 64 positions are 1, 2 or 64 chunks."""
+    axis, logits = TensorAxis(OneRank()), torch.randn(64, 1, 512).to(dtype)
+    labels = torch.arange(64)[:, None]
+    # the backward of float32 logits reads the exponentials that the forward has stored
+    passes = 2 if dtype == torch.bfloat16 else 1
+    results = []
+    for size, expected in ((2**15, 1), (2**14, 2), (512, 64)):
+        mine = logits.clone().requires_grad_()
+        counted = mock.Mock(side_effect=losses._exponentials)
+        with mock.patch.object(losses, "_exponentials", counted):
+            kernels = Kernels(HostChoice(loss=size))
+            cross_entropy(mine + 0.0, labels, None, axis, kernels=kernels).backward()
+        rows = [len(call.args[0]) for call in counted.call_args_list]
+        assert rows == [64 // expected] * expected * passes
+        results.append(mine.grad)
+    assert all(torch.equal(results[0], other) for other in results)

@@ -21,7 +21,8 @@ from tests._configs import small
 from tests._runs import loop
 from tests.parallel import parallel
 
-CONFIG = small({"batch.micro_size": 2}, 1)
+VOCAB = 50257
+SIZES = here.sizes_of(small({"batch.micro_size": 2}, 1), VOCAB)
 ENTRY = {"capability": "", "type": "float32", "measured": "by hand"}
 PRODUCTS = {"attention": [ENTRY | {"way": "products"}]}
 AXES = ("tensor", "context")
@@ -40,23 +41,24 @@ def cache(folder):
 
 
 def slowed(function, slow):
-    """Return `function`, with 3 ms more for kernels of which `slow` is true."""
+    """Return `function`, with `slow` of the kernels times 3 ms more."""
 
-    def waits(*arguments):
-        timed = [value for value in arguments if isinstance(value, Kernels)]
-        if timed and slow(timed[0].chosen("cpu", torch.float32)):
-            end = time.thread_time() + 3e-3
+    def waits(*arguments, **named):
+        given = (*arguments, *named.values())
+        timed = [value for value in given if isinstance(value, Kernels)]
+        if timed:
+            end = time.thread_time() + 3e-3 * slow(timed[0].chosen("cpu", torch.float32))
             while time.thread_time() < end:
                 pass
-        return function(*arguments)
+        return function(*arguments, **named)
 
     return waits
 
 
-def measured(comm, dtype=torch.float32, config=CONFIG):
+def measured(comm, dtype=torch.float32):
     world, said = World(comm), []
     axes = world.split(training_grid(data=world.size))
-    return here.measured_here(world, axes, config, dtype, say=said.append), said
+    return here.measured_here(world, axes, SIZES, dtype, say=said.append), said
 
 
 @parallel(ranks=[1, 2])
@@ -72,6 +74,23 @@ def test_a_slow_kernel_is_not_chosen(comm, tmp_path, slow):
     other = {"library": "sigmoid", "sigmoid": "library"}[slow]
     assert measured_choice(torch.float32, entries).gelu == other, entries["gelu"]
     assert len(said) == 1 and said[0].startswith("kernels measured in ")
+
+
+@parallel(ranks=[2])
+def test_chunks_of_the_loss_are_measured(comm, tmp_path):
+    """Chunks that are the fastest on one rank only are not chosen: the slowest rank counts."""
+
+    def by_how_much(choice: HostChoice) -> float:
+        if choice.loss == 2**17:
+            return comm.rank
+        return 1 / 3 if choice.loss == 2**19 else 1
+
+    slow = slowed(quickest.cross_entropy, by_how_much)
+    with cache(tmp_path), mock.patch.object(quickest, "cross_entropy", slow):
+        entries, _ = measured(comm)
+    assert measured_choice(torch.float32, entries).loss == 2**19, entries["loss"]
+    with cache(tmp_path):
+        assert measured(comm)[0]["loss"] == entries["loss"]  # from the cache
 
 
 @parallel(ranks=[2])
@@ -96,12 +115,30 @@ def test_the_cache_is_read_unless_it_is_of_other_sizes_or_damaged(comm, tmp_path
             assert said[0].startswith("kernels measured in "), damage
 
 
+@parallel(ranks=[2])
+def test_measuring_ends_in_time(comm, tmp_path):
+    """If rank 1 alone is late, all ranks stop: further kinds are left out, nothing is cached."""
+
+    def late(bench_, dtype, sizes):
+        time.sleep(0.3 * comm.rank)
+        return {"measured": "late"}
+
+    with (
+        cache(tmp_path),
+        mock.patch.dict(quickest.MEASURES, {"linear": late}),
+        mock.patch.object(here, "LIMIT_S", 0.2),
+    ):
+        entries, said = measured(comm)
+    assert set(entries) == {"linear"} and not (tmp_path / "ptdmpi").exists()
+    assert said[0].endswith("no time was left for attention, gelu, loss")
+
+
 @parallel(ranks=[1])
 def test_without_a_cache_or_with_wrong_kernels_training_goes_on(comm, tmp_path):
     (tmp_path / "file").write_text("")
     with cache(tmp_path / "file"):
         entries, said = measured(comm)
-        assert set(entries) == {"attention", "linear", "gelu"} and "not kept in" in said[0]
+        assert set(entries) == {"attention", "linear", "gelu", "loss"} and "not kept in" in said[0]
     wrong = mock.patch.object(here, "entries", side_effect=ProbeError("GELU is wrong on ranks 0"))
     with cache(tmp_path), wrong:
         assert measured(comm) == ({}, ["kernels not measured: GELU is wrong on ranks 0"])
@@ -118,13 +155,16 @@ def test_without_a_cache_or_with_wrong_kernels_training_goes_on(comm, tmp_path):
 )
 def test_sizes_are_those_of_the_model_up_to_a_limit(changes):
     config = small(changes, math.prod(changes.get(f"parallel.{key}", 1) for key in AXES))
-    sizes = here.sizes_of(config)
+    sizes = here.sizes_of(config, VOCAB)
     for positions, inputs, outputs in sizes.linears:
         assert positions * inputs * outputs <= here.MOST or positions == here.LEAST_POSITIONS
         assert config.model.hidden in (inputs, outputs)
     (length,) = sizes.lengths
     assert length**2 * sizes.head_size * sizes.heads <= here.MOST
     assert sizes.heads * config.parallel.tensor <= config.model.heads
+    positions, columns = sizes.loss
+    assert columns * config.parallel.tensor - VOCAB < config.parallel.tensor
+    assert positions * columns <= here.MOST_LOGITS
 
 
 @parallel(ranks=[1])
@@ -132,7 +172,7 @@ def test_a_run_measures_once_and_keeps_what_it_chose(comm, tmp_path):
     changes = ONE_STEP | {"run.kernels": "auto", "checkpoint.every_steps": 1}
     other = {"run.dir": str(tmp_path / "other")}
     resumed = other | {"checkpoint.resume": str(tmp_path / "run"), "run.steps": 3}
-    entries = mock.Mock(return_value=PRODUCTS)
+    entries = mock.Mock(return_value={kind: [] for kind in quickest.MEASURES} | PRODUCTS)
     with cache(tmp_path), mock.patch.object(here, "entries", entries):
         for more in ({}, {"run.steps": 2}, resumed, {"run.dir": str(tmp_path / "third")}):
             with loop(comm, tmp_path, changes | more) as made:

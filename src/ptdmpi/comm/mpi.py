@@ -17,11 +17,11 @@ from torch import Tensor
 from ptdmpi.comm.communicator import DONE, Communicator, Exchanged, Handle, Neighbourhood
 from ptdmpi.comm.sums import combine
 
-# Up to this number of bytes, an all-reduce is faster if the ranks exchange full tensors than if
-# they use a reduce-scatter and an all-gather.
+# Up to this number of bytes, an all-reduce is faster if the ranks gather the full tensors of all
+# ranks than if they use a reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The corresponding limit in a group of two ranks, which is higher. With either method two ranks
-# send the same number of bytes, but the exchange of full tensors needs half as many messages.
+# Up to this number of bytes, two ranks exchange full tensors. They send as many bytes as in a
+# reduce-scatter and an all-gather, but need half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Larger tensors are reduced in buckets of this number of bytes, so that temporary memory stays in
 # the cache of the processor.
@@ -104,17 +104,17 @@ class MpiCommunicator(Communicator):
 
     def _all_reduce(self, flat: Tensor, op: str) -> Handle:
         host = flat.cpu()
-        if host.nbytes <= DIRECT_BYTES:
-            pieces = host.new_empty((self.size, host.numel()))
-            self.control.Allgather(_bytes(host), _bytes(pieces.view(-1)))
-            combine(pieces, op, host)
-        elif self.size == 2 and host.nbytes <= PAIR_BYTES:
+        if self.size == 2 and host.nbytes <= PAIR_BYTES:
             other = torch.empty_like(host)
             peer = 1 - self.rank
             # send and receive in one call: two blocking sends may deadlock (MPI 4.1, section 3.5)
             self.control.Sendrecv(_bytes(host), peer, recvbuf=_bytes(other), source=peer)
             # the sum and the maximum of two tensors do not depend on the order of the tensors
             combine((host, other), op, host)
+        elif host.nbytes <= DIRECT_BYTES:
+            pieces = host.new_empty((self.size, host.numel()))
+            self.control.Allgather(_bytes(host), _bytes(pieces.view(-1)))
+            combine(pieces, op, host)
         else:
             for bucket in host.split(BUCKET_BYTES // host.element_size()):
                 self._all_reduce_bucket(bucket, op)

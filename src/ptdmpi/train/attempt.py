@@ -24,7 +24,7 @@ from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement
 from ptdmpi.model.kernels.agreement import Choice, RunPlace
 from ptdmpi.model.kernels.choice import BY_PYTORCH, Entries
-from ptdmpi.model.kernels.timing.here import measured_here
+from ptdmpi.model.kernels.timing.here import measured_here, sizes_of
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
@@ -127,7 +127,8 @@ class Attempt:
             place = RunPlace(engine.device, compute, self.own)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
             if self._measures_kernels(engine):
-                own = measured_here(self.world, engine.axes, self.config, compute, say=say)
+                sizes = sizes_of(self.config, engine.vocab_size)
+                own = measured_here(self.world, engine.axes, sizes, compute, say=say)
                 place = replace(place, own=own)
             agreed = agreement.agreed(self.world, self.path, place, before, say=say)
             self.course.kernels = agreement.stored(agreed)

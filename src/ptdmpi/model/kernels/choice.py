@@ -12,6 +12,7 @@ import torch
 from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.host import asked_once
 from ptdmpi.model.kernels.table import table
+from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 
 # The number of queries in a block. PyTorch's CPU kernel skips keys above the diagonal only in steps
 # of 512 keys. If queries are computed in blocks of this size, each block needs only the keys up to
@@ -71,11 +72,13 @@ class OneDnnLinears:
 class HostChoice:
     """The choice of kernels of a host. If `gelu` is "sigmoid", GELU's tanh form is computed by a
     sigmoid (see `activation`); if it is "library", by PyTorch. If `half` is "native", 16-bit types
-    are multiplied in their own type; if it is "widened", always in float32."""
+    are multiplied in their own type; if it is "widened", always in float32. The loss computes about
+    `loss` logits at a time; this number does not change the bits of results."""
 
     attention: HostAttention = AttentionByLibrary()
     linear: OneDnnLinears = OneDnnLinears()
     gelu: Literal["library", "sigmoid"] = "library"
+    loss: int = HOST_ELEMENTS
     half: Literal["native", "widened"] = "native"
 
 
@@ -95,8 +98,11 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     For each kind of computation, the first measurement that fits the host is used. The measurements
     in `own` come before those of the table. If no measurement fits, PyTorch's kernel is used.
     """
-    attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
-    chosen = HostChoice(_attention(attention), _linear(linear))
+    kinds = ("attention", "linear", "gelu", "loss")
+    attention, linear, gelu, loss = (_entry(kind, dtype, own) for kind in kinds)
+    chosen = HostChoice(
+        _attention(attention), _linear(linear), loss=loss.get("logits", HOST_ELEMENTS)
+    )
     if gelu.get("way") == "sigmoid":
         return replace(chosen, gelu="sigmoid")
     return chosen
@@ -122,7 +128,7 @@ def _linear(entry: Mapping[str, Any]) -> OneDnnLinears:
 
 def _entry(kind: str, dtype: torch.dtype, own: Entries) -> Mapping[str, Any]:
     has = torch.cpu.get_capabilities()
-    for entry in (*own.get(kind, ()), *table()[kind]):
+    for entry in (*own.get(kind, ()), *table().get(kind, ())):
         known = not entry["capability"] or has.get(entry["capability"], False)
         named = str(has.get("cpu_name", "")).startswith(entry.get("cpu", ""))
         if known and named and dtype == getattr(torch, entry["type"]):

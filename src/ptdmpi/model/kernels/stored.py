@@ -10,6 +10,7 @@ sizes and words may follow the name, separated by colons:
     linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" from versions that stored
                 no sizes means all sizes
     gelu        "library", "sigmoid"
+    loss        "chunks:LOGITS" (the loss computes about this number of logits at a time)
     half        "native", "widened"
 
 On other devices the kind "attention" has the names of the attention backends, in the order in which
@@ -128,6 +129,21 @@ def _read_linear(parts: Sequence[str]) -> OneDnnLinears | None:
     return OneDnnLinears(output, input_gradient)
 
 
+def _write_loss(logits: int) -> str:
+    return f"chunks:{logits}"
+
+
+def _read_loss(parts: Sequence[str]) -> int | None:
+    name, *sizes = parts
+    if name != "chunks":
+        return None
+    # this assignment raises ValueError if the number of sizes is not one
+    (logits,) = map(int, sizes)
+    if logits < 1:
+        raise ValueError(f"chunks of {logits} logits")
+    return logits
+
+
 def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
     return lambda parts: next((name for name in names if name == parts[0]), None)
 
@@ -147,5 +163,6 @@ KINDS = {
     "attention": Form(_write_attention, _read_attention),
     "linear": Form(_write_linear, _read_linear),
     "gelu": Form(str, _one_of("sigmoid", "library")),
+    "loss": Form(_write_loss, _read_loss),
     "half": Form(str, _one_of("native", "widened")),
 }

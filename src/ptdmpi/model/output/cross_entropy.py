@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.layer.chunks import loss_rows
+from ptdmpi.plan.layer.chunks import DEVICE_ELEMENTS, loss_rows
 
 
 def token_log_probabilities(
@@ -49,10 +49,13 @@ def columns_of(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, 
     return local.clamp(0, columns - 1)[:, None], here
 
 
-def row_chunks(flat: Tensor) -> Iterator[slice]:
+def row_chunks(flat: Tensor, kernels: Kernels = USUAL) -> Iterator[slice]:
     """Yield slices of the rows of `flat` [s b, V/t]. The callers convert one slice at a time to a
-    wider type."""
-    step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
+    wider type. On a CPU, the choice of `kernels` determines the size of a slice."""
+    logits = DEVICE_ELEMENTS
+    if flat.device.type == "cpu":
+        logits = kernels.chosen("cpu", flat.dtype).loss
+    step = loss_rows(flat.shape[-1], logits)
     for first in range(0, len(flat), step):
         yield slice(first, first + step)
 
@@ -97,7 +100,9 @@ class Softmax(NamedTuple):
     totals: Tensor
 
 
-def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, Softmax]:
+def softmax_losses(
+    logits: Tensor, labels: Tensor, axis: TensorAxis, kernels: Kernels = USUAL
+) -> tuple[Tensor, Softmax]:
     """Return -log softmax(logits)[label] of each token [s b], and the tensors for the backward pass
     (`logit_gradient`). The function overwrites the logits. For the arguments see `cross_entropy`.
     """
@@ -106,7 +111,7 @@ def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Te
     local, here = columns_of(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
     sums = torch.empty_like(top)
-    for rows in row_chunks(flat):
+    for rows in row_chunks(flat, kernels):
         torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
     # send the sums and the labels' logits in one message, because latency dominates the time for a
     # few bytes per token
@@ -115,12 +120,14 @@ def softmax_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Te
     return losses, Softmax(flat=flat, local=local, here=here, top=top, totals=totals[0])
 
 
-def logit_gradient(softmax: Softmax, factors: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+def logit_gradient(
+    softmax: Softmax, factors: Tensor, columns: Tensor, values: Tensor, *, kernels: Kernels = USUAL
+) -> Tensor:
     """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return the buffer. The
     gradient is the softmax times `factors` [s b]. In addition, `values` [s b, n] are added in this
     rank's `columns` [s b, n]. A column may occur several times."""
     flat, _, _, top, totals = softmax
-    for rows in row_chunks(flat):
+    for rows in row_chunks(flat, kernels):
         chunk = flat[rows]
         # for wide types, the forward pass has stored the exponentials in the buffer
         wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
@@ -132,76 +139,35 @@ def logit_gradient(softmax: Softmax, factors: Tensor, columns: Tensor, values: T
     return flat
 
 
-def _backward(softmax: Softmax, factors: Tensor) -> Tensor:
-    """Overwrite the buffer of the logits [s b, V/t] with their gradient, and return it. `factors`
-    [s b] are the gradients of the tokens' losses."""
-    # subtract each token's factor from the gradient of its label's logit, on the rank that has the
-    # label's column; other ranks subtract 0
-    labels = -(factors * softmax.here)[:, None]
-    return logit_gradient(softmax, factors, softmax.local, labels)
-
-
-class _FusedSoftmax(NamedTuple):
-    """The tensors that the backward pass by Triton's kernel needs. `labels` [s b] are columns of
-    the full vocabulary; the other fields have the same meaning as in `Softmax`."""
-
-    flat: Tensor
-    labels: Tensor
-    top: Tensor
-    totals: Tensor
-
-
-def _fused_forward(
-    logits: Tensor, labels: Tensor, axis: TensorAxis
-) -> tuple[Tensor, _FusedSoftmax]:
-    """Return the same results as `softmax_losses`, computed by a kernel in Triton, which does not
-    overwrite the logits."""
-    from ptdmpi.model.kernels.fused import loss as fused
-
-    flat = logits.detach().contiguous().view(-1, logits.shape[-1])
-    labels = labels.reshape(-1)
-    own_top, totals = fused.row_sums(flat, labels, axis.rank * flat.shape[-1])
-    top = own_top
-    if axis.size > 1:
-        top = axis.comm.all_reduce(own_top.clone(), "max")
-        # make the sum of exponentials relative to the greatest logit of all ranks; the sum becomes
-        # 0 if all columns of this rank are padded (-inf)
-        totals[0] *= (own_top - top).exp_()
-        totals = axis.comm.all_reduce(totals)
-    losses = totals[0].log() + top - totals[1]
-    return losses, _FusedSoftmax(flat=flat, labels=labels, top=top, totals=totals[0])
-
-
-def _fused_backward(softmax: _FusedSoftmax, factors: Tensor, axis: TensorAxis) -> Tensor:
-    """Overwrite the buffer of the logits with their gradient by Triton's kernel, and return it. For
-    the arguments see `_backward`."""
-    from ptdmpi.model.kernels.fused import loss as fused
-
-    flat, labels, top, totals = softmax
-    first = axis.rank * flat.shape[-1]
-    fused.write_gradient(flat, labels, first, row=(top, totals, factors))
-    return flat
-
-
 class _Way(NamedTuple):
-    """The settings for the computation of the cross-entropy: the tensor axis, and whether kernels
-    in Triton compute the loss (`fused`)."""
+    """The settings for the computation of the cross-entropy: the tensor axis, the kernels of the
+    run, and whether kernels in Triton compute the loss (`fused`)."""
 
     axis: TensorAxis
+    kernels: Kernels = USUAL
     fused: bool = False
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the loss of each token [s b], and the tensors for the backward pass."""
         if self.fused:
-            return _fused_forward(logits, labels, self.axis)
-        return softmax_losses(logits, labels, self.axis)
+            from ptdmpi.model.output import triton_loss
+
+            return triton_loss.forward(logits, labels, self.axis)
+        return softmax_losses(logits, labels, self.axis, self.kernels)
 
     def backward(self, saved: Sequence[Tensor], factors: Tensor) -> Tensor:
-        """Return the gradient of the logits [s b, V/t], computed from the tensors `saved` and from
-        the gradients `factors` [s b] of the tokens' losses."""
+        """Overwrite the buffer of the logits [s b, V/t] with their gradient, and return it. `saved`
+        are the tensors that `forward` returned, and `factors` [s b] are the gradients of the
+        tokens' losses."""
         if self.fused:
-            return _fused_backward(_FusedSoftmax(*saved), factors, self.axis)
-        return _backward(Softmax(*saved), factors)
+            from ptdmpi.model.output import triton_loss
+
+            return triton_loss.backward(triton_loss.FusedSoftmax(*saved), factors, self.axis)
+        softmax = Softmax(*saved)
+        # subtract each token's factor from the gradient of its label's logit, on the rank that has
+        # the label's column; other ranks subtract 0
+        labels = -(factors * softmax.here)[:, None]
+        return logit_gradient(softmax, factors, softmax.local, labels, kernels=self.kernels)
 
 
 class _CrossEntropy(Function):
@@ -273,7 +239,8 @@ def cross_entropy(
     b]; None means a weight of 1 for each token. `kernels` are the kernels of the run. The method is
     that of Shoeybi et al. 2019, section 3.
     """
-    return _CrossEntropy.apply(logits, labels, weights, _Way(axis, kernels.by_triton("loss")))
+    way = _Way(axis, kernels, kernels.by_triton("loss"))
+    return _CrossEntropy.apply(logits, labels, weights, way)
 
 
 def token_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:

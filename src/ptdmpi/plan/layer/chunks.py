@@ -1,10 +1,10 @@
 """Sizes of the chunks in which large tensors are computed to save memory. The sizes do not affect
 the results.
 
-The loss converts logits to float32 in chunks of rows. On a CPU, a chunk is 1 MiB, which fits into
-the caches of a core. On a GPU, a chunk is 64 MiB, so that there are few kernels, each with much
-work; this size was not chosen by measurement. If attention is computed by matrix products, the
-scores of one block of queries are computed at a time.
+The loss converts logits to float32 in chunks of rows. On a CPU, a chunk is 1 MiB by default, which
+fits into the caches of a core; a run may measure which size is the fastest. On a GPU, a chunk is 64
+MiB, so that there are few kernels, each with much work; this size was not chosen by measurement. If
+attention is computed by matrix products, the scores of one block of queries are computed at a time.
 """
 
 HOST_ELEMENTS = 2**18
@@ -20,11 +20,10 @@ BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
 EARLIER_BLOCK = 512
 
 
-def loss_rows(columns: int, on_host: bool) -> int:
+def loss_rows(columns: int, logits: int) -> int:
     """Return the number of rows that the loss converts to float32 at once; at least 1. Each row has
-    `columns` logits."""
-    elements = HOST_ELEMENTS if on_host else DEVICE_ELEMENTS
-    return max(1, elements // max(1, columns))
+    `columns` logits, and a chunk has at most `logits` logits, unless a single row has more."""
+    return max(1, logits // max(1, columns))
 
 
 def norm_programs(rows: int) -> int:

@@ -170,6 +170,13 @@ class LinearWay(KernelWay):
     input_gradient: NotNegative | None = None
 
 
+class LossWay(KernelWay):
+    """The number of logits that the loss computes at a time (`logits`). It determines the speed of
+    the loss, but not its bits."""
+
+    logits: Positive
+
+
 class KernelWays(FrozenTable):
     """The implementations of kernels that measurements found to be the fastest. The first entry
     that fits a processor is used."""
@@ -177,6 +184,7 @@ class KernelWays(FrozenTable):
     attention: Annotated[tuple[AttentionWay, ...], Field(strict=False)] = ()
     linear: Annotated[tuple[LinearWay, ...], Field(strict=False)] = ()
     gelu: Annotated[tuple[GeluWay, ...], Field(strict=False)] = ()
+    loss: Annotated[tuple[LossWay, ...], Field(strict=False)] = ()
 
     def entries(self) -> dict[str, list[dict[str, Any]]]:
         """Return the implementations as lists of entries, in the form of presets/kernels.toml: kind

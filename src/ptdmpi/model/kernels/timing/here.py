@@ -25,7 +25,7 @@ from ptdmpi.base.toml import tables_of
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model.kernels.choice import Entries
 from ptdmpi.model.kernels.timing.bench import Bench, ProbeError
-from ptdmpi.model.kernels.timing.quickest import TimedSizes, entries
+from ptdmpi.model.kernels.timing.quickest import MEASURES, TimedSizes, entries
 from ptdmpi.plan.machine.probed import KernelWays
 
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
@@ -36,17 +36,23 @@ if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
 # heads, for which the same kernel is the fastest.
 MOST = 5e8
 LEAST_POSITIONS = 16
+# The largest number of logits at which the loss is timed, about 5 ms of work.
+MOST_LOGITS = 2**21
+# After this number of seconds no further kind of kernel is timed. On a machine without other
+# programs the measurement takes less.
+LIMIT_S = 8.0
 
 
-def sizes_of(config: Config) -> TimedSizes:
+def sizes_of(config: Config, vocab_size: int) -> TimedSizes:
     """Return the sizes of the layers' kernels on one rank, reduced to at most `MOST`
-    multiplications for each kernel."""
+    multiplications for each kernel. The model's vocabulary has `vocab_size` entries."""
     model, tensor = config.model, config.parallel.tensor
     positions = config.batch.micro_size * model.seq_length // config.parallel.context
     width = (model.expert_hidden if model.experts else model.ffn_hidden) // tensor
     hidden = model.hidden
     shapes = (*_of_attention(model, tensor), (hidden, width), (width, hidden))
     linears = sorted({(_fewer(positions, i * o), i, o) for i, o in shapes}, key=math.prod)
+    columns = -(-vocab_size // tensor)
     length = min(model.seq_length, math.isqrt(int(MOST) // model.head_size))
     heads = int(MOST // (length**2 * model.head_size))
     return TimedSizes(
@@ -55,6 +61,7 @@ def sizes_of(config: Config) -> TimedSizes:
         head_size=model.head_size,
         linears=tuple(linears),
         gelu=(_fewer(positions, width), width),
+        loss=(min(positions, max(1, MOST_LOGITS // columns)), columns),
     )
 
 
@@ -115,16 +122,22 @@ class Cached:
 
 
 def measured_here(
-    world: "World", axes: "Axes", config: Config, dtype: torch.dtype, *, say: Callable[[str], None]
+    world: "World",
+    axes: "Axes",
+    sizes: TimedSizes,
+    dtype: torch.dtype,
+    *,
+    say: Callable[[str], None],
 ) -> Entries:
-    """Return the measurements of this machine for the layers of `config`: those in the cache of
+    """Return the measurements of this machine for kernels of the given sizes: those in the cache of
     rank 0, if there are any, otherwise new ones. All ranks call this function, and get the same
     result. `say` prints one line.
 
-    The time of a kernel is the time on the slowest rank. If a kernel gives a wrong result, return
+    The time of a kernel is the time on the slowest rank. If other programs slow the measurement
+    down, so that it would exceed LIMIT_S, the other kinds of kernels are not measured, and the
+    result is not stored in the cache. If a kernel gives a wrong result, return
     an empty dict; kernels are then chosen from the table of the package.
     """
-    sizes = sizes_of(config)
     cached = Cached(_key(world, dtype, sizes))
     known = world.on_root(cached.read)
     if known is not None:
@@ -135,11 +148,15 @@ def measured_here(
     start = time.monotonic()
     try:
         with bench.phase("kernels of this model", sizes.measurements(dtype)):
-            measured = entries(bench, dtype, sizes)
+            measured = entries(bench, dtype, sizes, LIMIT_S)
     except ProbeError as error:
         say(f"kernels not measured: {error}")
         return {}
     seconds = time.monotonic() - start
+    left_out = [kind for kind in MEASURES if kind not in measured]
+    if left_out:
+        say(f"kernels measured in {seconds:.1f} s; no time was left for {', '.join(left_out)}")
+        return measured
     failure = world.on_root(lambda: cached.write(measured))
     say(f"kernels measured in {seconds:.1f} s ({failure or cached.path})")
     return measured

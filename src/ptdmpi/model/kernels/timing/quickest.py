@@ -1,8 +1,9 @@
-"""Measurements that find the fastest kernels of attention, linears and GELU on this host. The
-results have the form of presets/kernels.toml."""
+"""Measurements that find the fastest kernels of attention, linears, GELU and the loss on this host.
+The results have the form of presets/kernels.toml."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.communicator import OneRank
 from ptdmpi.model.kernels import Kernels, host
 from ptdmpi.model.kernels.activation import gelu
 from ptdmpi.model.kernels.attention import AttentionCore
@@ -24,6 +26,9 @@ from ptdmpi.model.kernels.choice import (
 )
 from ptdmpi.model.kernels.stored import WORDS
 from ptdmpi.model.kernels.timing.bench import Bench
+from ptdmpi.model.output.cross_entropy import cross_entropy
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.layer.chunks import HOST_ELEMENTS, loss_rows
 
 # a kernel replaces a simpler one only if it saves at least this fraction of the time; a smaller
 # gain may be due to chance
@@ -44,6 +49,9 @@ ATTENTION: dict[str, HostAttention] = {
 }
 ONEDNN = HostChoice(linear=OneDnnLinears(output=0.0, input_gradient=0.0))
 SIGMOID = HostChoice(gelu="sigmoid")
+# numbers of logits that the loss may compute at a time: 256 KiB to 2 MiB of float32, as the caches
+# of a core
+LOGITS = (2**16, 2**17, 2**18, 2**19)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class TimedSizes:
     """The sizes at which kernels are timed.
 
     Attention is timed at the sequence lengths `lengths`, linears at the sizes `linears` (positions,
-    inputs, outputs), and GELU at the size `gelu` (positions, features).
+    inputs, outputs), GELU at the size `gelu` (positions, features), and the loss at the size `loss`
+    (positions, columns of the logits).
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -66,20 +75,25 @@ class TimedSizes:
         (1024, 2048, 512),
     )
     gelu: tuple[int, int] = (1024, 2048)
+    loss: tuple[int, int] = (128, 32768)
 
     def measurements(self, dtype: torch.dtype) -> int:
         """Return the number of measurements for tensors of the type `dtype`: one for each kernel at
         each size."""
         ways = len(_attention_ways(dtype))
-        return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2
+        loss = len(_chunks(self.loss))
+        return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2 + loss
 
 
-def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
+def entries(
+    bench: Bench, dtype: torch.dtype, sizes: TimedSizes, limit_s: float = math.inf
+) -> dict[str, list[dict[str, Any]]]:
     """Time the kernels with numbers of type `dtype`. Return one entry of the kernel table for each
-    kind of kernel (attention, linear, gelu), for processors like this one.
+    kind of kernel (attention, linear, gelu, loss), for processors like this one.
 
-    Every rank calls this. Raises ProbeError on every rank if a kernel gives a wrong result on any
-    rank.
+    After `limit_s` seconds no further kind of kernel is timed, and the result lacks the other
+    kinds. Every rank calls this. Raises ProbeError on every rank if a kernel gives a wrong result
+    on any rank.
     """
     has = torch.cpu.get_capabilities()
     here = {
@@ -87,11 +101,13 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
         "cpu": str(has.get("cpu_name", "")),
         "type": str(dtype).removeprefix("torch."),
     }
-    return {
-        "attention": [here | _attention(bench, dtype, sizes)],
-        "linear": [here | _linears(bench, dtype, sizes)],
-        "gelu": [here | _gelu(bench, dtype, sizes)],
-    }
+    start = time.monotonic()
+    timed = dict[str, list[dict[str, Any]]]()
+    for kind, measure in MEASURES.items():
+        if bench.agreed(time.monotonic() - start) > limit_s:
+            break
+        timed[kind] = [here | measure(bench, dtype, sizes)]
+    return timed
 
 
 def _attention_ways(dtype: torch.dtype) -> dict[str, HostAttention]:
@@ -182,6 +198,48 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
     return {"way": way, "measured": words}
 
 
+def _chunks(size: tuple[int, int]) -> dict[int, int]:
+    """Return the sizes of chunks that are timed for logits of the shape `size` (positions,
+    columns): rows of a chunk -> number of logits. Numbers of logits that lead to equal chunks are
+    timed only once. The default is first."""
+    positions, columns = size
+    chunks = dict[int, int]()
+    for logits in (HOST_ELEMENTS, *LOGITS):
+        chunks.setdefault(min(positions, loss_rows(columns, logits)), logits)
+    return chunks
+
+
+def _loss(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
+    """Time the loss, forward and backward, for each size of a chunk. Return the entry of the kernel
+    table for the fastest size."""
+    positions, columns = sizes.loss
+    given = torch.randn(positions, 1, columns).to(dtype).requires_grad_()
+    labels = torch.arange(positions)[:, None] % columns
+    times = {}
+    expected: Tensor | None = None
+    for logits in _chunks(sizes.loss).values():
+        work = partial(_loss_of, given, labels, Kernels(HostChoice(loss=logits)))
+        gradient = work()
+        if expected is None:
+            expected = gradient
+        bench.check(torch.equal(gradient, expected), f"loss in chunks of {logits} logits")
+        times[logits] = bench.work_s(work)
+    quickest = min(times, key=lambda logits: times[logits])
+    if not _gains([times[HOST_ELEMENTS]], [times[quickest]]):
+        quickest = HOST_ELEMENTS
+    bench.note("loss by", f"{quickest} logits at a time")
+    measured = "; ".join(f"{logits} logits {_ms([seconds])}" for logits, seconds in times.items())
+    words = f"forward and backward, ms at {positions}x{columns}: {measured}"
+    return {"logits": quickest, "measured": words}
+
+
+def _loss_of(given: Tensor, labels: Tensor, kernels: Kernels) -> Tensor:
+    """Compute the loss of a copy of the logits `given`, because the loss overwrites its input.
+    Return the gradient with respect to `given`."""
+    loss = cross_entropy(given + 0.0, labels, None, TensorAxis(OneRank()), kernels=kernels)
+    return torch.autograd.grad(loss, given)[0]
+
+
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
     """Time the kernels of linears. Return the entry of the kernel table: for each kind of matrix
     product, the smallest size from which on oneDNN is always faster than PyTorch's own product."""
@@ -215,6 +273,13 @@ def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, A
     return entry
 
 
+# kind of kernel -> the function that times it; the kinds that take most of a step are first
+MEASURES: Mapping[str, Callable[[Bench, torch.dtype, TimedSizes], dict[str, Any]]] = {
+    "linear": _linears,
+    "attention": _attention,
+    "gelu": _gelu,
+    "loss": _loss,
+}
 Work = Callable[[Kernels], Tensor]
 Shapes = Sequence[tuple[int, int, int]]
 

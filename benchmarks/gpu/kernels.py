@@ -165,7 +165,8 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
     b = micro_size
     heads = torch.randn(s, b, 2 * model.heads, model.head_size)
     table = rotary_table(model, torch.device("cpu"))
-    yield SmallKernel("RoPE", rotate, rope_formula, (heads, *table))
+    in_triton = partial(rotate, kernels=IN_TRITON)
+    yield SmallKernel("RoPE", rotate, rope_formula, (heads, *table), in_triton)
     opened = torch.randn(s, b, 2 * model.ffn_hidden)
     yield SmallKernel(
         "SwiGLU",

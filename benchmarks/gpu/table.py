@@ -12,7 +12,13 @@ WAYS = ("fa3", "cudnn", "flash")  # The attention kernels that the table may nam
 # largest value.
 APART = 0.02
 # kind of kernels in Triton -> the small kernel whose measured times decide whether it is used
-IN_TRITON = {"loss": "loss", "norm": "RMSNorm", "gated": "SwiGLU", "dropout": "dropout"}
+IN_TRITON = {
+    "loss": "loss",
+    "norm": "RMSNorm",
+    "gated": "SwiGLU",
+    "dropout": "dropout",
+    "rope": "RoPE",
+}
 
 
 def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str) -> str:

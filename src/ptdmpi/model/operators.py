@@ -28,7 +28,7 @@ from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.kernels.norm import Norm, soft_cap
-from ptdmpi.model.kernels.rope import rotate
+from ptdmpi.model.kernels.rope import Rotation
 from ptdmpi.model.latent import makers as latent
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
@@ -107,6 +107,7 @@ class Heads:
         # each for its own queries
         self.kv_heads = max(1, model.kv_heads // axis.size)
         self.norms = tuple(norms)
+        self.rotation = Rotation()
         self.rotates = row.rotates
         self.joins_heads = row.joins_heads
         self.rotary: tuple[Tensor, Tensor] | None = None
@@ -120,7 +121,7 @@ class Heads:
             rotary = context.rotary or self.rotary
         if rotary is not None and not self.norms:
             both, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-            q, k = rotate(both, *rotary).split([self.heads, self.kv_heads], dim=2)
+            q, k = self.rotation(both, *rotary).split([self.heads, self.kv_heads], dim=2)
         else:
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.norms:
@@ -138,7 +139,7 @@ class Heads:
             x = self.norms[number](x.flatten(2)).unflatten(-1, (-1, self.head_size))
         elif self.norms:
             x = self.norms[number](x)
-        return x if rotary is None else rotate(x, *rotary)
+        return x if rotary is None else self.rotation(x, *rotary)
 
 
 class EarlyKeys(Heads):
@@ -330,7 +331,9 @@ def _heads(
     ]
     for (name, _), norm in zip(row.norms, norms, strict=True):
         add(owner, name, norm)
-    return Heads(row, build, norms) if linear is None else EarlyKeys(row, build, norms, linear)
+    heads = Heads(row, build, norms) if linear is None else EarlyKeys(row, build, norms, linear)
+    add(owner, row.name, heads.rotation)
+    return heads
 
 
 def _early_keys(owner: nn.Module, rows: Sequence[Operator], build: Build) -> Heads:

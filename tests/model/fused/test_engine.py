@@ -16,6 +16,7 @@ from ptdmpi.model.kernels.agreement import DeviceChoice
 from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.attention import SplitHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.folds import operators
 from ptdmpi.plan.layout.grid import grid_of
@@ -117,7 +118,8 @@ class Sums(TorchDispatchMode):
 @parallel(ranks=[1])
 @pytest.mark.parametrize("name", ["llama", "gpt", "bert", "gemma2"])
 def test_a_layer_moves_the_bytes_of_its_account(comm, name):
-    """Its norms, the sums before them, and gated units. Vectors and statistics are left out."""
+    """Its norms, the sums before them, gated units and rotations, without vectors, statistics and
+    angles."""
     placed, sizes, context = layer_of(name, TensorAxis(MpiCommunicator(comm)), "fp32")
     software = sizes.software.model_copy(update={"triton": KINDS})
     sizes = dataclasses.replace(sizes, software=software)
@@ -135,9 +137,13 @@ def test_a_layer_moves_the_bytes_of_its_account(comm, name):
             if isinstance(row, Normalize) and row.follows_sum:
                 assert isinstance(before, AddResidual)
                 kernels[0] += before.forward(sizes)
-            for count, some in zip(counts, kernels, strict=True):
-                count[0] += sum(kernel.launches for kernel in some)
-                count[1] += sum(moved(kernel) for kernel in some)
+        elif isinstance(row, SplitHeads):
+            kernels = [list(row.rotations(sizes))] * 2
+        else:
+            continue
+        for count, some in zip(counts, kernels, strict=True):
+            count[0] += sum(kernel.launches for kernel in some)
+            count[1] += sum(moved(kernel) for kernel in some)
     assert [forward.launches, backward.launches] == [counts[0][0], counts[1][0]]
     for moves, (_, said) in zip((forward, backward), counts, strict=True):
         assert said <= moves.bytes <= 1.15 * said + 4 * 2 * S * B * 4 * len(rows)

@@ -15,6 +15,7 @@ from ptdmpi.model.kernels.activation import gated
 from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.kernels.norm import rms_norm
+from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.positions import Positions
@@ -274,3 +275,47 @@ def test_bytes_of_dropout(comm):
         assert moves.launches == 2 and not saved
         # a row also reads 8 bytes of its sample and of its position
         assert moves.bytes == 2 * S * B * (2 * H * size + 16)
+
+
+# -- RoPE ----------------------------------------------------------------------------------------
+
+HEADS, SIZE = 3, 10
+
+
+def angles(sequences: int, precision: str) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines; both halves of a head have the same angles."""
+    half = normal(9, S, sequences, 1, SIZE // 2, precision="fp64")
+    both = torch.cat((half, half), -1)
+    return both.cos().to(DTYPES[precision]), both.sin().to(DTYPES[precision])
+
+
+@parallel(ranks=[1])
+@TYPES
+@pytest.mark.parametrize("own", [False, True])
+def test_rotation(comm, precision, own):
+    """Of some heads of a tensor, whose other heads are left out; with angles of each sequence."""
+    from ptdmpi.model.kernels.fused import rope as fused
+
+    whole = normal(1, S, B, HEADS + 2, SIZE, precision=precision)
+    upper = normal(2, S, B, HEADS, SIZE, precision=precision)
+    given = angles(B if own else 1, precision)
+    for block in (8, fused.BLOCK):
+        with mock.patch.object(fused, "BLOCK", block):
+            found, expected = (
+                gradients(
+                    lambda x, k=kernels: (rotate(x[:, :, 1:-1], *given, k),), [whole], [upper]
+                )
+                for kernels in (BY_TRITON, Kernels())
+            )
+        check_close(found, expected, precision)
+
+
+@parallel(ranks=[1])
+def test_bytes_of_a_rotation(comm):
+    """It reads and writes each element once, and reads half of the angles for each pair."""
+    for precision, size in (("bf16", 2), ("fp32", 4)):
+        x = normal(1, S, B, HEADS, SIZE, precision=precision).requires_grad_()
+        with counted() as moves:
+            rotate(x, *angles(1, precision), BY_TRITON).backward(torch.ones_like(x))
+        assert moves.launches == 2
+        assert moves.bytes == 2 * 3 * x.numel() * size

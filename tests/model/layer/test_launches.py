@@ -253,7 +253,7 @@ def test_full_recomputation_launches_forwards_again(comm, name):
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(SplitHeads, "_rotated"), (SplitHeads, "_normalised"), (Multiply, "weights")],
+    [(SplitHeads, "rotations"), (SplitHeads, "_normalised"), (Multiply, "weights")],
 )
 def test_a_kernel_that_is_not_in_the_account_is_found(kind, method):
     from mpi4py import MPI

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
+from ptdmpi.model.kernels import USUAL, Computing, Kernels
+
 
 class _Turn(Function):
     """The rotation by RoPE's angles, with four kernels in the forward and four in the backward. No
@@ -35,8 +37,36 @@ class _Turn(Function):
         return dx, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class _FusedTurn(Function):
+    """The rotation by RoPE's angles by one kernel in Triton, forward and backward. No activations
+    are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        from ptdmpi.model.kernels.fused.rope import turned
+
+        ctx.angles = (cos, sin)
+        return turned(x if x.stride(-1) == 1 else x.contiguous(), cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        from ptdmpi.model.kernels.fused.rope import turned
+
+        return turned(dy.contiguous(), *ctx.angles, back=True), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels = USUAL) -> Tensor:
     """Return x [s, b, heads, head size] rotated by the angles of its positions: x cos + (-second
-    half of x, first half of x) sin. The type of `cos` and `sin` must not be wider than the type of
+    half of x, first half of x) sin. `cos` and `sin` are [s, 1, 1, head size], or [s, b, 1, head
+    size] if each sequence has angles of its own. Their type must not be wider than the type of
     x."""
-    return _Turn.apply(x, cos, sin)
+    turn = _FusedTurn if kernels.by_triton("rope") else _Turn
+    return turn.apply(x, cos, sin)
+
+
+class Rotation(Computing):
+    """The rotation of the queries and keys of a layer, which has no parameters."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return x rotated; see `rotate`."""
+        return rotate(x, cos, sin, self.kernels)

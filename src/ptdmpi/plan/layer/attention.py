@@ -89,8 +89,9 @@ class SplitHeads(Operator):
         yield Elementwise(name, each * (heads + kv_heads), moved)
         yield Elementwise(name, each * kv_heads, moved, priced=False)
 
-    def _rotated(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the rotation: two products, a difference and a sum. Queries and keys
+    def rotations(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels of the rotation: one in Triton, or two products, a difference and a
+        sum. Queries and keys
         are rotated as one tensor, or as two tensors if each of them has a norm. No time is counted
         for these kernels (`priced` is False), because the time of other kernels includes it."""
         if not self.rotates:
@@ -100,16 +101,19 @@ class SplitHeads(Operator):
         if self.norms:
             rotations = heads, kv_heads
         for count in rotations:
+            moved = _moved_bytes(sizes, count)
+            if sizes.by_triton("rope"):
+                yield MemoryPass(moved, priced=False)
+                continue
             # each product reads and writes all elements; each other kernel reads two halves and
             # writes one half
-            moved = 2 * _moved_bytes(sizes, count) * (1 + 0.75)
-            yield MemoryPass(moved, launches=4, priced=False)
+            yield MemoryPass(2 * moved * (1 + 0.75), launches=4, priced=False)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of norms and rotation. If queries and keys are rotated, values are
         copied, because a view of them would keep the whole output of the linear layer in memory."""
         yield from self._normalised(sizes, backward=False)
-        yield from self._rotated(sizes)
+        yield from self.rotations(sizes)
         if self.rotates:
             _, kv_heads = sizes.priced_heads
             yield MemoryPass(_moved_bytes(sizes, kv_heads), priced=False)
@@ -119,7 +123,7 @@ class SplitHeads(Operator):
         the backward of norms and rotation. If queries and keys were rotated together, their
         gradients are joined before the rotation's backward."""
         yield from self._normalised(sizes, backward=True)
-        yield from self._rotated(sizes)
+        yield from self.rotations(sizes)
         heads, kv_heads = sizes.priced_heads
         if self.rotates and not self.norms:
             yield MemoryPass(_moved_bytes(sizes, heads + kv_heads), priced=False)
@@ -145,10 +149,10 @@ class SplitHeads(Operator):
         the tensors that the backwards of the rotation and of the norms need.
 
         The gradients of queries and keys are joined before a rotation, and the rotation writes two
-        tensors of their size. The backward of the queries' norm comes last; at this point, the
-        gradients of queries and keys are also in memory. For a program without FlashAttention
-        (Megatron-LM of 2021) the result is 0: its published list of a layer's tensors (Korthikanti
-        et al. 2022) does not include these tensors.
+        tensors of their size (in Triton, one). The backward of the queries' norm comes last; at
+        this point, the gradients of queries and keys are also in memory. For a program without
+        FlashAttention (Megatron-LM of 2021) the result is 0: its published list of a layer's
+        tensors (Korthikanti et al. 2022) does not include these tensors.
         """
         if not sizes.fused_attention:
             return 0
@@ -158,8 +162,10 @@ class SplitHeads(Operator):
         both = each * (heads + kv_heads) * c
         if self.norms:
             return both + max(joined, norm_backward(sizes, each * heads))
-        if self.rotates:
+        if self.rotates and not sizes.by_triton("rope"):
             return both + max(joined, 2 * both)
+        if self.rotates:
+            return both + joined
         return joined
 
 

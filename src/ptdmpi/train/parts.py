@@ -137,7 +137,6 @@ def _with_state(
         checkpoints.check_space()
     journal.directory = attempt.open(concluded, journal.show)
     attempt.choose(engine, memory, say)
-
     parts = Parts(
         config=config,
         world=world,

@@ -2,6 +2,7 @@
 sizes that fill no block, and moves the bytes that its equation needs."""
 
 import itertools
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -228,6 +229,10 @@ def test_bytes_of_a_gated_unit(comm):
 STREAM = RandomStream.of(7, 3, torch.tensor([5, 2**40]))
 
 
+def dropped(stream: RandomStream, kernels: Kernels, x: Tensor) -> tuple[Tensor]:
+    return (drop_hidden(x, stream, 0.3, kernels),)
+
+
 @parallel(ranks=[1])
 @TYPES
 def test_dropout_has_the_bits_of_the_reference(comm, precision):
@@ -242,7 +247,7 @@ def test_dropout_has_the_bits_of_the_reference(comm, precision):
     for block, stream in itertools.product((16, fused.BLOCK), streams):
         with mock.patch.object(fused, "BLOCK", block):
             found, expected = (
-                gradients(lambda x, k=kernels: (drop_hidden(x, stream, 0.3, k),), [x], [upper])  # noqa: B023
+                gradients(partial(dropped, stream, kernels), [x], [upper])
                 for kernels in (BY_TRITON, Kernels())
             )
         for mine, reference in zip(found, expected, strict=True):
@@ -293,7 +298,7 @@ def angles(sequences: int, precision: str) -> tuple[Tensor, Tensor]:
 @TYPES
 @pytest.mark.parametrize("own", [False, True])
 def test_rotation(comm, precision, own):
-    """Of some heads of a tensor, whose other heads are left out; with angles of each sequence."""
+    """The input is some heads of a tensor; each sequence has angles of its own, or none has."""
     from ptdmpi.model.kernels.fused import rope as fused
 
     whole = normal(1, S, B, HEADS + 2, SIZE, precision=precision)

@@ -50,10 +50,13 @@ def groups_to_shard(layout: Layout) -> list[int]:
 
 
 def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
-    """Return the largest legal size of a shard group that fits on a node, for `context` times
-    `data` ranks, `near` of which are on one node. A size that divides `near` is preferred, because
-    each group is then inside one node. If no legal size divides `near` (for example 3 ranks on a
-    node and 8 data ranks), the group has at most `near` ranks.
+    """Return the size of shard groups that stay on one node. `context` * `data` ranks compute with
+    the same weights, and each node has `near` of them.
+
+    If all of these ranks are on one node, they are one group. Otherwise the size is the largest
+    legal size above 1 that divides `near`. If there is no such size (for example with 3 ranks on a
+    node and 8 data ranks), it is the largest legal size up to `near`, and some groups have ranks on
+    two nodes.
     """
     if context * data <= near:
         return context * data

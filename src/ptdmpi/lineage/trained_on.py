@@ -1,10 +1,11 @@
 """The data on which a run was trained: the tokenizer (with a hash), the datasets, and the order of
 the samples.
 
-The steps of a run are divided into stretches. Within a stretch, all samples come from one order. A
-new stretch begins if the user changes the data, the mixture, the seed or the batch size; nearly all
-runs have only one stretch. The counts of samples and tokens start at the beginning of the run, not
-at the beginning of a stretch.
+The steps of a run are divided into stretches. Within a stretch, all samples come from one order. If
+`data.change` permits it, a new stretch begins when a run continues with other data, another
+mixture, seed or batch size, or when the samples are divided over another number of ranks
+(`data.split`). Nearly all runs have only one stretch. The counts of samples and tokens start at the
+beginning of the run, not at the beginning of a stretch.
 """
 
 from collections.abc import Mapping, Sequence

@@ -207,7 +207,8 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a placeholder for a weight that is not gathered at present. It has the weight's shape
-    and uses no memory. Its elements are all NaN, so that a use by mistake is noticed."""
+    and uses the memory of one element. Its elements are all NaN, so that a use by mistake is
+    noticed."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 

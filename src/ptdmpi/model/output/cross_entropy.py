@@ -5,7 +5,7 @@ only three numbers per token instead of the logits (Shoeybi et al. 2019, arXiv 1
 By default torch's operations compute the loss. On a device, two kernels in Triton can compute it
 instead (`ptdmpi.model.kernels.fused.loss`), if the kernels of the run include them.
 
-The logits of a microbatch are the largest tensor of a step, and there is never a second copy of
+The logits are usually the largest activation of a microbatch, so there is never a second copy of
 them in memory. Logits of 16-bit types are converted to float32 for a few positions at a time, in
 the forward pass and again in the backward pass.
 """

@@ -136,7 +136,8 @@ class Machine:
             side * self.element_bytes % ROW_BYTES for side in (m, n, k)
         ):
             best /= UNALIGNED
-        # after the last step, the tiles are written to memory
+        # a tile is written to memory only after its last products are summed, so the time to write
+        # the result is added
         best += batch * m * n * result_bytes / self.memory_rate
         return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
 

@@ -359,8 +359,9 @@ def _draw_bars(
 
     across, up = array([0, 1, 1, 0]), array([0, 0, 0.86, 0.86])
     corners = [array([x + width * across, y + up]).T for x, y, width in bars]
-    # draw one path for all bars, because hatching ten thousand separate bars would take a minute
     if kind == "receive":
+        # draw one path for all bars, because hatching ten thousand separate bars would take a
+        # minute
         outline = Outline.make_compound_path_from_polys(array(corners))
         style = {"fc": _IDLE, "ec": _HATCH, "hatch": "/////"}
         axes.add_collection(PathCollection([outline], linewidths=0, **style))

@@ -158,8 +158,8 @@ class Duplicates:
         write_file(self._path(what, group), content.getvalue())
 
     def _read(self, what: str, group: int) -> np.ndarray:
-        """Return the array in the file `what` of a group, mapped into memory. Raise InputError if
-        the file is missing or damaged."""
+        """Return the array in a group's file of the kind `what` (a key of `_FILES`), mapped into
+        memory. Raise InputError if the file is missing or damaged."""
         path = self._path(what, group)
         dtype, dims = _FILES[what]
         try:

@@ -25,8 +25,9 @@ class DeviceWork(NamedTuple):
 
     `moved_bytes` is the size of all inputs and outputs of the operators. `other_bytes` is the same
     size, but only for operators that are neither matrix products nor attention. `roofline_s` is the
-    time that an H100 would need if each operator reached either the full rate of its memory or the
-    full rate of its matrix products.
+    time that an H100 would need if each operator took the longer of two times: the time for its
+    bytes at the full rate of the H100's memory, and the time for its FLOPs at the full rate of
+    matrix products.
     """
 
     launches: int = 0

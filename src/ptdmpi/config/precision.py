@@ -11,7 +11,7 @@ In the precision fp8, weights and activations have the type bfloat16, but the li
 the transformer layers round the operands of their matrix products to 8-bit floating point. Inputs
 and weights are rounded to e4m3 (4 bits of exponent, 3 of mantissa, largest value 448), and the
 gradients of outputs to e5m2 (largest value 57344). These types follow Micikevicius et al. 2022
-(arXiv 2209.05433, section 3.1), and are the default of NVIDIA's Transformer Engine. The embedding
+(arXiv 2209.05433, section 3), and are the default of NVIDIA's Transformer Engine. The embedding
 before the first layer and the output head after the last layer always compute in bfloat16.
 """
 

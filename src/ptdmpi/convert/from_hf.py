@@ -65,8 +65,8 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
     keys = family.keys(config)
     _require_whole(source)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
-        # vocab_size is given separately, because the embedding tables of `transformers` may have
-        # more rows than the tokenizer has ids
+        # model.vocab_size comes from config.json instead of the tokenizer, because the embedding
+        # table may have more rows than the tokenizer has ids
         keys = {**keys, "vocab_size": vocab_size}
         ours, left = _config(keys, family, theirs, config.name)
         model = ours.model

@@ -22,8 +22,8 @@ ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultiple
 
 def task_in(config: ConfigJson) -> TaskConfig:
     """Return the task of the model that a config.json describes. The number of candidates of a
-    multiple-choice task is not in config.json. Raise InputError for labels that are not
-    supported."""
+    multiple-choice task is not in config.json. Raise InputError if a classification has fewer than
+    two classes, and for the reasons of `_labels`."""
     named = config.get("architectures", [])
     name = ""
     if isinstance(named, list) and named:
@@ -45,8 +45,9 @@ def task_in(config: ConfigJson) -> TaskConfig:
 
 def _labels(config: ConfigJson) -> list[str]:
     """Return the names of the classes, in the order of their numbers. If the model names no
-    classes, return the default names of `transformers`. Raise InputError for names that are not
-    supported."""
+    classes, return the default names of `transformers`. Raise InputError if `id2label` does not
+    give a different name to each number from 0 on, or if the number of classes is not an
+    integer."""
     named = config.get("id2label")
     if named is None:
         count = config.get("num_labels", 2)

@@ -131,8 +131,8 @@ class ChatTemplate:
         without the white space at the end of the turn. The spaces before an answer belong to the
         answer, because tokenizers put these spaces into the token of the next word.
 
-        Raise the same errors as `render`. Also raise InputError if the template changes the text of
-        earlier turns when a later turn is added.
+        Raise the same errors as `render`. Also raise InputError if a template without such blocks
+        changes the text of earlier turns when a later turn is added.
         """
         marked = self._marked(messages)
         if BEGIN in marked:

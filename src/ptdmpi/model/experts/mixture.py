@@ -365,8 +365,8 @@ class _Mixture(Function):
 
 
 class Mixture(Computing):
-    """A mixture of experts, which takes the place of an MLP: [s, b, hidden] -> [s, b, hidden]. The
-    experts are divided among the ranks of `dealt`."""
+    """A mixture of experts, which takes the place of an MLP: [s, b, hidden] -> [s, b, hidden]. Each
+    rank of the expert axis `dealt` has some of the experts."""
 
     def __init__(
         self, row: MixExperts, routing: Routing, axis: TensorAxis, dealt: ExpertAxis

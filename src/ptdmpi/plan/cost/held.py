@@ -167,7 +167,8 @@ class HeldParts:
         )
 
     def _is_tied(self, place: str, name: str) -> bool:
-        """Return True if the part `name` of a place is the table that embedding and head share."""
+        """Return True if the part `name` of a place (the embedding, a layer or the head) is the
+        table that embedding and head share."""
         if not self.model.shares_table:
             return False
         last = "head" if self.model.tie_embeddings else TABLE

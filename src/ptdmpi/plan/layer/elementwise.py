@@ -94,7 +94,8 @@ class Normalize(Operator):
     def _backward_by_triton(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the passes of the backward in Triton. One pass reads dy and x, and writes dx and
         partial sums of the weights' gradients. If the input is the residual stream, this pass also
-        adds the gradient of the residual. Another pass adds up the partial sums."""
+        adds the gradient of the residual. Another pass adds up the partial sums. If the norm writes
+        its result over its input, the gradient of the residual is added by a pass of its own."""
         joins_here = self.joins and self.inputs != self.outputs
         e = self._elements(sizes) * sizes.compute_bytes
         sums = self._sums_bytes(sizes)

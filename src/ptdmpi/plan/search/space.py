@@ -270,9 +270,9 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
     """Yield the layout `group`, which has one chunk per rank and comes from the function `groups`,
-    with each number of chunks per rank that the search tries. The schedule of the yielded layouts is `space.schedule`, or the default
-    schedule if this is None. Without a pipeline, the only number of chunks is 1. The model has
-    `layers` layers, and `batch` is the global batch."""
+    with each number of chunks per rank that the search tries. The schedule of the yielded layouts
+    is `space.schedule`, or the default schedule if this is None. Without a pipeline, the only
+    number of chunks is 1. The model has `layers` layers, and `batch` is the global batch."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline

@@ -169,7 +169,7 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     """Whatever their processors would take; as before on another processor, unless asked anew."""
     world, said = World(comm), []
     place = RunPlace(torch.device("cpu"), torch.bfloat16, {})
-    ours = HostChoice(AttentionByProducts(256), OneDnnLinears(64), "sigmoid", 2**17)
+    ours = HostChoice(AttentionByProducts(256), OneDnnLinears(64), "sigmoid", 2**17, 2**16)
 
     def ways(here: HostChoice, folder: str, before: dict[str, list[str]] | None) -> str:
         with (
@@ -188,14 +188,15 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     assert ways(LONG if comm.rank else ours, "a", {}) == "products:256"
     assert said.pop() == (
         "attention by products:256, linear by onednn:64:inf, gelu by sigmoid, "
-        "loss by chunks:131072, half types native"
+        "loss by chunks:131072, norm by chunks:65536, half types native"
     )
     assert ways(LONG, "a", {}) == "products:256"
     assert said.pop() == (
         "attention by products:256 (as before; fastest here: library:2048), "
         "linear by onednn:64:inf (as before; fastest here: library), "
         "gelu by sigmoid (as before; fastest here: library), "
-        "loss by chunks:131072 (as before; fastest here: chunks:262144), half types native; "
+        "loss by chunks:131072 (as before; fastest here: chunks:262144), "
+        "norm by chunks:65536 (as before; fastest here: whole), half types native; "
         'run.kernels = "anew" chooses the fastest'
     )
     assert ways(LONG, "b", written(ours)) == "products:256"  # of a checkpoint elsewhere
@@ -230,7 +231,7 @@ def test_what_is_written_is_read():
         assert written(HostChoice(linear=linear))["linear"] == [text]
         assert read({"linear": [text]}) == {"linear": linear}
     assert read({"linear": ["onednn"]}) == {"linear": OneDnnLinears(0, 0)}
-    other = HostChoice(gelu="sigmoid", loss=2**17, half="widened")
+    other = HostChoice(gelu="sigmoid", loss=2**17, norm=2**16, half="widened")
     assert HostChoice(**read(written(other))) == other
     # of devices, and of before linears were chosen
     assert read({"attention": ["cudnn", "flash"]}) == {}
@@ -294,6 +295,7 @@ DAMAGED = [
     {"linear": ["onednn:x:y"], "attention": ["library"]},
     {"linear": ["onednn:1:2:3"], "attention": ["library"]},
     {"loss": ["chunks:0"], "attention": ["library"]},
+    {"norm": ["chunks:1:2"], "attention": ["library"]},
     [],
 ]
 

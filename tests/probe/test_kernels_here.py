@@ -23,6 +23,7 @@ from tests.parallel import parallel
 
 VOCAB = 50257
 SIZES = here.sizes_of(small({"batch.micro_size": 2}, 1), VOCAB)
+WIDE = {"model.hidden": 512, "model.heads": 4, "model.seq_length": 256}
 ENTRY = {"capability": "", "type": "float32", "measured": "by hand"}
 PRODUCTS = {"attention": [ENTRY | {"way": "products"}]}
 AXES = ("tensor", "context")
@@ -55,10 +56,10 @@ def slowed(function, slow):
     return waits
 
 
-def measured(comm, dtype=torch.float32):
+def measured(comm, dtype=torch.float32, sizes=SIZES):
     world, said = World(comm), []
     axes = world.split(training_grid(data=world.size))
-    return here.measured_here(world, axes, SIZES, dtype, say=said.append), said
+    return here.measured_here(world, axes, sizes, dtype, say=said.append), said
 
 
 @parallel(ranks=[1, 2])
@@ -91,6 +92,22 @@ def test_chunks_of_the_loss_are_measured(comm, tmp_path):
     assert measured_choice(torch.float32, entries).loss == 2**19, entries["loss"]
     with cache(tmp_path):
         assert measured(comm)[0]["loss"] == entries["loss"]  # from the cache
+
+
+@parallel(ranks=[2])
+def test_rmsnorm_is_measured_in_models_that_have_it(comm, tmp_path):
+    def by_how_much(choice: HostChoice) -> float:
+        if choice.norm == 2**15:
+            return comm.rank
+        return 1 / 3 if choice.norm == 2**16 else 1
+
+    llama = here.sizes_of(small({"model.kind": "llama"} | WIDE, 1), VOCAB)
+    slow = slowed(quickest.rms_norm, by_how_much)
+    with cache(tmp_path), mock.patch.object(quickest, "rms_norm", slow):
+        entries, _ = measured(comm, sizes=llama)
+        assert measured_choice(torch.float32, entries).norm == 2**16, entries["norm"]
+        entries, _ = measured(comm)
+        assert measured_choice(torch.float32, entries).norm is None, entries["norm"]
 
 
 @parallel(ranks=[2])
@@ -130,7 +147,7 @@ def test_measuring_ends_in_time(comm, tmp_path):
     ):
         entries, said = measured(comm)
     assert set(entries) == {"linear"} and not (tmp_path / "ptdmpi").exists()
-    assert said[0].endswith("no time was left for attention, gelu, loss")
+    assert said[0].endswith("no time was left for attention, gelu, loss, norm")
 
 
 @parallel(ranks=[1])
@@ -138,7 +155,7 @@ def test_without_a_cache_or_with_wrong_kernels_training_goes_on(comm, tmp_path):
     (tmp_path / "file").write_text("")
     with cache(tmp_path / "file"):
         entries, said = measured(comm)
-        assert set(entries) == {"attention", "linear", "gelu", "loss"} and "not kept in" in said[0]
+        assert set(entries) == set(quickest.MEASURES) and "not kept in" in said[0]
     wrong = mock.patch.object(here, "entries", side_effect=ProbeError("GELU is wrong on ranks 0"))
     with cache(tmp_path), wrong:
         assert measured(comm) == ({}, ["kernels not measured: GELU is wrong on ranks 0"])
@@ -164,7 +181,7 @@ def test_sizes_are_those_of_the_model_up_to_a_limit(changes):
     assert sizes.heads * config.parallel.tensor <= config.model.heads
     positions, columns = sizes.loss
     assert columns * config.parallel.tensor - VOCAB < config.parallel.tensor
-    assert positions * columns <= here.MOST_LOGITS
+    assert positions * columns <= here.MOST_ELEMENTS
 
 
 @parallel(ranks=[1])

@@ -73,12 +73,14 @@ class HostChoice:
     """The choice of kernels of a host. If `gelu` is "sigmoid", GELU's tanh form is computed by a
     sigmoid (see `activation`); if it is "library", by PyTorch. If `half` is "native", 16-bit types
     are multiplied in their own type; if it is "widened", always in float32. The loss computes about
-    `loss` logits at a time; this number does not change the bits of results."""
+    `loss` logits at a time, and RMSNorm about `norm` elements; if `norm` is None, RMSNorm computes
+    all rows at once. These two numbers do not change the bits of results."""
 
     attention: HostAttention = AttentionByLibrary()
     linear: OneDnnLinears = OneDnnLinears()
     gelu: Literal["library", "sigmoid"] = "library"
     loss: int = HOST_ELEMENTS
+    norm: int | None = None
     half: Literal["native", "widened"] = "native"
 
 
@@ -98,10 +100,13 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     For each kind of computation, the first measurement that fits the host is used. The measurements
     in `own` come before those of the table. If no measurement fits, PyTorch's kernel is used.
     """
-    kinds = ("attention", "linear", "gelu", "loss")
-    attention, linear, gelu, loss = (_entry(kind, dtype, own) for kind in kinds)
+    kinds = ("attention", "linear", "gelu", "loss", "norm")
+    attention, linear, gelu, loss, norm = (_entry(kind, dtype, own) for kind in kinds)
     chosen = HostChoice(
-        _attention(attention), _linear(linear), loss=loss.get("logits", HOST_ELEMENTS)
+        _attention(attention),
+        _linear(linear),
+        loss=loss.get("logits", HOST_ELEMENTS),
+        norm=norm.get("elements"),
     )
     if gelu.get("way") == "sigmoid":
         return replace(chosen, gelu="sigmoid")

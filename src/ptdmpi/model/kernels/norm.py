@@ -2,6 +2,7 @@
 them, and the soft cap of scores and logits. RMSNorm and the soft cap are autograd Functions that
 save few tensors."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.model.kernels import Computing
+from ptdmpi.model.kernels import USUAL, Computing, Kernels
 from ptdmpi.model.parameters import declare
 from ptdmpi.plan.layer import describe
 
@@ -41,9 +42,61 @@ class _RmsNorm(Function):
         return dx.to(x.dtype), dweight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class _RmsNormByRows(Function):
+    """RMSNorm by the operations of `_RmsNorm`, for some rows at a time, which stay in the caches of
+    a core. The results have the same bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, elements: int) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        out = torch.empty_like(flat)
+        scale = flat.new_empty((len(flat), 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        for rows in _row_slices(flat, elements):
+            wide = flat[rows].to(scale.dtype)
+            factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+            scale[rows] = factor
+            out[rows] = (wide * factor).mul_(weight)
+        ctx.save_for_backward(flat, weight, scale)
+        ctx.elements = elements
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        flat, weight, scale = ctx.saved_tensors
+        dflat = dy.reshape(flat.shape)
+        wide_weight = weight.to(scale.dtype)
+        dx = torch.empty_like(flat)
+        # The products of all rows are summed at once: partial sums of some rows would be rounded
+        # differently.
+        products = (
+            flat.new_empty(flat.shape, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
+        )
+        for rows in _row_slices(flat, ctx.elements):
+            normed = flat[rows] * scale[rows]
+            if products is not None:
+                torch.mul(dflat[rows], normed, out=products[rows])
+            dnormed = dflat[rows] * wide_weight
+            projection = (dnormed * normed).mean(-1, keepdim=True)
+            dx[rows] = dnormed.sub_(normed.mul_(projection)).mul_(scale[rows])
+        dweight = None if products is None else products.sum(0).to(weight.dtype)
+        return dx.view(dy.shape), dweight, None, None
+
+
+def _row_slices(flat: Tensor, elements: int) -> Iterator[slice]:
+    """Yield slices of the rows of `flat` [n, h] with about `elements` elements each."""
+    step = max(1, elements // flat.shape[-1])
+    for first in range(0, len(flat), step):
+        yield slice(first, first + step)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels = USUAL) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32 or wider
-    (Zhang and Sennrich 2019, arXiv 1910.07467, equation 4)."""
+    (Zhang and Sennrich 2019, arXiv 1910.07467, equation 4). On a CPU, the choice of `kernels`
+    determines how many elements are computed at a time."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        elements = kernels.chosen("cpu", x.dtype).norm
+        if elements is not None and elements < x.numel() and x.is_contiguous():
+            return _RmsNormByRows.apply(x, weight, eps, elements)
     if x.device.type == "cpu" or weight.dtype != x.dtype:
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -104,7 +157,7 @@ class Norm(Computing):
             return self.of_sum(x, None)[1]
         weight = self._gain()
         if self.bias is None:
-            return rms_norm(x, weight, self.eps)
+            return rms_norm(x, weight, self.eps, self.kernels)
         return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:

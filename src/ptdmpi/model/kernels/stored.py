@@ -11,6 +11,8 @@ sizes and words may follow the name, separated by colons:
                 no sizes means all sizes
     gelu        "library", "sigmoid"
     loss        "chunks:LOGITS" (the loss computes about this number of logits at a time)
+    norm        "whole", "chunks:ELEMENTS" (RMSNorm computes about this number of elements at a
+                time)
     half        "native", "widened"
 
 On other devices the kind "attention" has the names of the attention backends, in the order in which
@@ -129,19 +131,19 @@ def _read_linear(parts: Sequence[str]) -> OneDnnLinears | None:
     return OneDnnLinears(output, input_gradient)
 
 
-def _write_loss(logits: int) -> str:
-    return f"chunks:{logits}"
+def _write_chunks(elements: int | None) -> str:
+    return "whole" if elements is None else f"chunks:{elements}"
 
 
-def _read_loss(parts: Sequence[str]) -> int | None:
+def _read_chunks(parts: Sequence[str]) -> int | None:
     name, *sizes = parts
     if name != "chunks":
         return None
     # this assignment raises ValueError if the number of sizes is not one
-    (logits,) = map(int, sizes)
-    if logits < 1:
-        raise ValueError(f"chunks of {logits} logits")
-    return logits
+    (elements,) = map(int, sizes)
+    if elements < 1:
+        raise ValueError(f"chunks of {elements} elements")
+    return elements
 
 
 def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
@@ -163,6 +165,7 @@ KINDS = {
     "attention": Form(_write_attention, _read_attention),
     "linear": Form(_write_linear, _read_linear),
     "gelu": Form(str, _one_of("sigmoid", "library")),
-    "loss": Form(_write_loss, _read_loss),
+    "loss": Form(_write_chunks, _read_chunks),
+    "norm": Form(_write_chunks, _read_chunks),
     "half": Form(str, _one_of("native", "widened")),
 }

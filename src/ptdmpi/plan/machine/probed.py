@@ -177,6 +177,13 @@ class LossWay(KernelWay):
     logits: Positive
 
 
+class NormWay(KernelWay):
+    """The number of elements that RMSNorm computes at a time (`elements`). None means all elements
+    at once. It determines the speed of RMSNorm, but not its bits."""
+
+    elements: Positive | None = None
+
+
 class KernelWays(FrozenTable):
     """The implementations of kernels that measurements found to be the fastest. The first entry
     that fits a processor is used."""
@@ -185,6 +192,7 @@ class KernelWays(FrozenTable):
     linear: Annotated[tuple[LinearWay, ...], Field(strict=False)] = ()
     gelu: Annotated[tuple[GeluWay, ...], Field(strict=False)] = ()
     loss: Annotated[tuple[LossWay, ...], Field(strict=False)] = ()
+    norm: Annotated[tuple[NormWay, ...], Field(strict=False)] = ()
 
     def entries(self) -> dict[str, list[dict[str, Any]]]:
         """Return the implementations as lists of entries, in the form of presets/kernels.toml: kind

@@ -26,6 +26,7 @@ from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model.kernels.choice import Entries
 from ptdmpi.model.kernels.timing.bench import Bench, ProbeError
 from ptdmpi.model.kernels.timing.quickest import MEASURES, TimedSizes, entries
+from ptdmpi.plan.layer import describe
 from ptdmpi.plan.machine.probed import KernelWays
 
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
@@ -36,8 +37,8 @@ if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
 # heads, for which the same kernel is the fastest.
 MOST = 5e8
 LEAST_POSITIONS = 16
-# The largest number of logits at which the loss is timed, about 5 ms of work.
-MOST_LOGITS = 2**21
+# The largest number of elements at which the loss and RMSNorm are timed, about 10 ms of work.
+MOST_ELEMENTS = 2**21
 # After this number of seconds no further kind of kernel is timed. On a machine without other
 # programs the measurement takes less.
 LIMIT_S = 8.0
@@ -53,6 +54,7 @@ def sizes_of(config: Config, vocab_size: int) -> TimedSizes:
     shapes = (*_of_attention(model, tensor), (hidden, width), (width, hidden))
     linears = sorted({(_fewer(positions, i * o), i, o) for i, o in shapes}, key=math.prod)
     columns = -(-vocab_size // tensor)
+    few = min(positions, max(1, MOST_ELEMENTS // hidden))
     length = min(model.seq_length, math.isqrt(int(MOST) // model.head_size))
     heads = int(MOST // (length**2 * model.head_size))
     return TimedSizes(
@@ -61,7 +63,8 @@ def sizes_of(config: Config, vocab_size: int) -> TimedSizes:
         head_size=model.head_size,
         linears=tuple(linears),
         gelu=(_fewer(positions, width), width),
-        loss=(min(positions, max(1, MOST_LOGITS // columns)), columns),
+        loss=(min(positions, max(1, MOST_ELEMENTS // columns)), columns),
+        norm=() if describe.norm_part(model).shift else (few, hidden),
     )
 
 

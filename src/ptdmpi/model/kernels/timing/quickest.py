@@ -1,5 +1,5 @@
-"""Measurements that find the fastest kernels of attention, linears, GELU and the loss on this host.
-The results have the form of presets/kernels.toml."""
+"""Measurements that find the fastest kernels of attention, linears, GELU, the loss and RMSNorm on
+this host. The results have the form of presets/kernels.toml."""
 
 import math
 import time
@@ -24,6 +24,7 @@ from ptdmpi.model.kernels.choice import (
     HostChoice,
     OneDnnLinears,
 )
+from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.kernels.stored import WORDS
 from ptdmpi.model.kernels.timing.bench import Bench
 from ptdmpi.model.output.cross_entropy import cross_entropy
@@ -52,6 +53,8 @@ SIGMOID = HostChoice(gelu="sigmoid")
 # numbers of logits that the loss may compute at a time: 256 KiB to 2 MiB of float32, as the caches
 # of a core
 LOGITS = (2**16, 2**17, 2**18, 2**19)
+# numbers of elements that RMSNorm may compute at a time; its operations use several copies of them
+ELEMENTS = (2**15, 2**16, 2**17)
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,9 @@ class TimedSizes:
     """The sizes at which kernels are timed.
 
     Attention is timed at the sequence lengths `lengths`, linears at the sizes `linears` (positions,
-    inputs, outputs), GELU at the size `gelu` (positions, features), and the loss at the size `loss`
-    (positions, columns of the logits).
+    inputs, outputs), GELU at the size `gelu` (positions, features), the loss at the size `loss`
+    (positions, columns of the logits), and RMSNorm at the size `norm` (positions, features). If
+    `norm` is empty, RMSNorm is not timed.
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -76,20 +80,22 @@ class TimedSizes:
     )
     gelu: tuple[int, int] = (1024, 2048)
     loss: tuple[int, int] = (128, 32768)
+    norm: tuple[int, ...] = (1024, 2048)
 
     def measurements(self, dtype: torch.dtype) -> int:
         """Return the number of measurements for tensors of the type `dtype`: one for each kernel at
         each size."""
         ways = len(_attention_ways(dtype))
         loss = len(_chunks(self.loss))
-        return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2 + loss
+        norm = len(_ways_of_norm(self.norm)) if self.norm else 0
+        return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2 + loss + norm
 
 
 def entries(
     bench: Bench, dtype: torch.dtype, sizes: TimedSizes, limit_s: float = math.inf
 ) -> dict[str, list[dict[str, Any]]]:
     """Time the kernels with numbers of type `dtype`. Return one entry of the kernel table for each
-    kind of kernel (attention, linear, gelu, loss), for processors like this one.
+    kind of kernel (a key of `MEASURES`), for processors like this one.
 
     After `limit_s` seconds no further kind of kernel is timed, and the result lacks the other
     kinds. Every rank calls this. Raises ProbeError on every rank if a kernel gives a wrong result
@@ -240,6 +246,38 @@ def _loss_of(given: Tensor, labels: Tensor, kernels: Kernels) -> Tensor:
     return torch.autograd.grad(loss, given)[0]
 
 
+def _ways_of_norm(size: tuple[int, ...]) -> list[int | None]:
+    """Return the numbers of elements that RMSNorm computes at a time in the measurement. The first
+    is None, which means all elements at once."""
+    return [None, *(elements for elements in ELEMENTS if elements < math.prod(size))]
+
+
+def _norm(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
+    """Time RMSNorm, forward and backward. Return the entry of the kernel table with the fastest
+    number of elements."""
+    if not sizes.norm:
+        return {"measured": "the model has no RMSNorm"}
+    x = torch.randn(sizes.norm).to(dtype).requires_grad_()
+    weight = torch.randn(sizes.norm[-1]).to(dtype).requires_grad_()
+    expected = rms_norm(x, weight, 1e-5)
+    times = {}
+    for elements in _ways_of_norm(sizes.norm):
+        work = partial(rms_norm, x, weight, 1e-5, Kernels(HostChoice(norm=elements)))
+        bench.check(torch.equal(work(), expected), f"RMSNorm of {elements} elements at a time")
+        times[elements] = bench.work_s(partial(_there_and_back, work, (x, weight)))
+    quickest = min(times, key=lambda elements: times[elements])
+    if not _gains([times[None]], [times[quickest]]):
+        quickest = None
+    words = {elements: f"{elements or 'all'} elements" for elements in times}
+    bench.note("RMSNorm by", f"{words[quickest]} at a time")
+    measured = "; ".join(f"{words[elements]} {_ms([s])}" for elements, s in times.items())
+    at = "x".join(map(str, sizes.norm))
+    entry: dict[str, Any] = {"measured": f"forward and backward, ms at {at}: {measured}"}
+    if quickest is not None:
+        entry["elements"] = quickest
+    return entry
+
+
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
     """Time the kernels of linears. Return the entry of the kernel table: for each kind of matrix
     product, the smallest size from which on oneDNN is always faster than PyTorch's own product."""
@@ -279,6 +317,7 @@ MEASURES: Mapping[str, Callable[[Bench, torch.dtype, TimedSizes], dict[str, Any]
     "attention": _attention,
     "gelu": _gelu,
     "loss": _loss,
+    "norm": _norm,
 }
 Work = Callable[[Kernels], Tensor]
 Shapes = Sequence[tuple[int, int, int]]

@@ -16,6 +16,7 @@ from ptdmpi.base.disk import (
     user_cache,
     write_whole,
 )
+from tests._alarm import at_most
 
 
 def _full(*_):
@@ -117,6 +118,22 @@ def test_a_pipe_or_a_device_is_no_file(tmp_path, kind):
         read_file(path)
     with pytest.raises(OSError, match="is a pipe or a device"):
         open_file(path, "ab")
+
+
+@pytest.mark.parametrize("mode", ["rb", "ab"])
+def test_a_pipe_that_appears_after_the_check(tmp_path, monkeypatch, mode):
+    """Another program replaces the file by a pipe just before it is opened."""
+    path = tmp_path / "a"
+    status = Path.stat
+
+    def absent_at_first(self, **options):
+        monkeypatch.setattr(Path, "stat", status)
+        os.mkfifo(path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+
+    monkeypatch.setattr(Path, "stat", absent_at_first)
+    with at_most(5), pytest.raises(OSError, match="is a pipe or a device"):
+        open_file(path, mode)
 
 
 def test_a_file_is_read_and_appended_to(tmp_path):

@@ -65,6 +65,14 @@ def test_the_report_prints_a_warning_on_stderr(run):
     assert done.exit_code == 0 and done.stderr.count("cannot be read") == 1
 
 
+def test_a_key_of_a_record_does_not_control_the_terminal(run):
+    append(run, {**record(3, 2.0), "red\x1b[31m": 1})
+    for runs in ([str(run)], [str(run), str(run)]):
+        done = CliRunner().invoke(report_command, [*runs, "--output", str(run)])
+        assert done.exit_code == 0 and "\x1b" not in done.stdout
+        assert len(runs) > 1 or "red\\x1b[31m" in done.stdout
+
+
 def test_a_line_that_is_not_complete_yet_is_no_damage(run):
     _append(run / "metrics.jsonl", '{"step": 3, "lo')
     _append(run / "history.jsonl", '{"attempt": 1, "ev')

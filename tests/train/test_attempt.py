@@ -14,6 +14,7 @@ from ptdmpi.checkpoint.examine import newest
 from ptdmpi.config import SharedInputError
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.attempts import History, attempts, that_trained
+from tests._alarm import at_most
 from tests._runs import after, log, loop, records, shard
 from tests.parallel import parallel
 
@@ -240,3 +241,13 @@ def test_each_start_sends_messages_about_its_beginning_and_its_end(
     assert sent[-1][1:3] == (3, True)
     for event, text in last.items():
         assert any(kind == event and text in why for kind, _, _, why in sent), event
+
+
+def test_a_history_that_became_a_pipe_is_an_error(tmp_path):
+    """The end of the attempt cannot be recorded, but the run does not wait for ever."""
+    history = History(tmp_path)
+    _begin(history, 0)
+    (tmp_path / "history.jsonl").unlink()
+    os.mkfifo(tmp_path / "history.jsonl")
+    with at_most(5), pytest.raises(OSError, match="is a pipe or a device"):
+        history.end(1, "done")

@@ -1,10 +1,13 @@
 """Rank 1 misses rank 0: it warns, takes the warning back, or ends the job."""
 
+import os
+
 import pytest
 
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.watch.deputy import Deputy
 from ptdmpi.watch.whereabouts import Ranks
+from tests._alarm import at_most
 
 
 @pytest.fixture
@@ -36,6 +39,15 @@ def test_the_job_is_ended_in_its_place(ranks, tmp_path, capsys, stall_s, after_s
     deputy.pronounce(100.0 + after_s)
     line = f"stall: rank 0 (a) has not reported for {after_s:.0f} s: its process is stopped"
     assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_log_that_became_a_pipe_does_not_stop_the_deputy(ranks, tmp_path, capsys):
+    os.mkfifo(tmp_path / "log.txt")
+    deputy = Deputy(ranks, tmp_path, 60.0)
+    deputy.hear(100.0)
+    with at_most(5):
+        deputy.replaces(112.0)
+    assert capsys.readouterr().err.startswith("warning: rank 0 (a) has not reported")
 
 
 def test_whom_rank_0_does_not_talk_to_does_not_miss_it(ranks, tmp_path, capsys):

@@ -99,11 +99,29 @@ def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
     """Open a file without a buffer. Raise OSError for a pipe or a device, because reading from it
     could block forever or never end."""
     with contextlib.suppress(FileNotFoundError):
-        kind = path.stat().st_mode
-        # no check for a directory is needed: `open` raises OSError for it
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-            raise OSError(errno.ESPIPE, "is a pipe or a device, not a file", str(path))
-    return open(path, mode, buffering=0)
+        _require_file(path, path.stat())
+
+    def at_once(name: str, flags: int) -> int:
+        """Open the file without waiting, since a pipe may have appeared after the check."""
+        try:
+            return os.open(name, flags | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a pipe that nobody reads
+                _require_file(path, path.stat())
+            raise
+
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, mode, buffering=0, opener=at_once))
+        _require_file(path, os.fstat(file.fileno()))
+        stack.pop_all()
+    return file
+
+
+def _require_file(path: Path, status: os.stat_result) -> None:
+    """Raise OSError if `status`, the status of `path`, is that of a pipe or a device. No check for
+    a directory is needed: `open` raises OSError for it."""
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise OSError(errno.ESPIPE, "is a pipe or a device, not a file", str(path))
 
 
 def why_unusable(path: Path) -> str:

@@ -9,6 +9,7 @@ import click
 
 from ptdmpi import report
 from ptdmpi.base.say import note, warn
+from ptdmpi.base.words import printable
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
@@ -72,10 +73,10 @@ def _one(run: Path, cluster: str | None, output: Path | None, as_json: bool) -> 
         return
     if loaded.measured:
         _print_timelines(report.timelines(loaded, loaded.measured, foreseen))
-    print(report.table(numbers))
+    print(printable(report.table(numbers)))
     print()
     if compared:
-        print(compare.table(compared))
+        print(printable(compare.table(compared)))
         print()
     for path in paths:
         print(f"wrote {path}")
@@ -136,14 +137,14 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
         print(json.dumps({"runs": named, "settings": settings, "gap": gap, "files": files}))
         note_all(unwritten)
         return
-    print(several.table(loaded, numbers))
+    print(printable(several.table(loaded, numbers)))
     if gap:
         print(
             f"\nloss over {gap['steps']:,} common steps: {gap['mean']:.3g} apart on average, "
             f"{gap['largest']:.3g} at step {gap['at_step']:,}"
         )
     if settings:
-        print(f"\n{several.settings_table(loaded, settings)}")
+        print(printable(f"\n{several.settings_table(loaded, settings)}"))
     for path in drawn:
         print(f"\nwrote {path}")
     note_all(unwritten)

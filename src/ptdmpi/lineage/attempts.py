@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ptdmpi.base.disk import read_file
+from ptdmpi.base.disk import open_file, read_file
 
 HISTORY = "history.jsonl"
 
@@ -66,7 +66,7 @@ class History:
             self.number = 0
 
     def _append(self, values: Mapping[str, Any]) -> None:
-        with open(self.path, "ab", buffering=0) as file:
+        with open_file(self.path, "ab") as file:
             # if a crash has left an incomplete last line, end that line first
             torn = file.tell() and not _ends_line(self.path)
             file.write((b"\n" if torn else b"") + json.dumps(values).encode() + b"\n")

@@ -113,8 +113,8 @@ class RunProgress:
         """Append a line to the run's log, if the run has one."""
         log = self.path / "log.txt"
         if log.is_file():
-            with contextlib.suppress(OSError), open(log, "a") as file:
-                file.write(line + "\n")
+            with contextlib.suppress(OSError), open_file(log, "ab") as file:
+                file.write(f"{line}\n".encode())
 
 
 def _heading(table: list[bytes]) -> str:

@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 
+from ptdmpi.base.disk import open_file
 from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 
@@ -69,5 +70,5 @@ class Deputy:
     def _tell(self, line: str) -> None:
         """Print a line, and append it to the run's log file if the file can be written."""
         print(line, file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError), open(self.directory / "log.txt", "a") as log:
-            log.write(line + "\n")
+        with contextlib.suppress(OSError), open_file(self.directory / "log.txt", "ab") as log:
+            log.write(f"{line}\n".encode())

@@ -165,7 +165,8 @@ class Bare:
 
 
 def main() -> None:
-    """Measure each of the two sizes of experts, and print a line for it."""
+    """Measure the time of a layer's experts for two sets of sizes, those of the row `moe` and MANY,
+    and print a line for each set."""
     torch.set_num_threads(1)
     sizes = GptSizes()
     base = {"layers": sizes.layers, "hidden": sizes.hidden, "heads": sizes.heads}

@@ -61,8 +61,8 @@ class HeldCopy:
 class MemoryCopies:
     """The copies of one run's state in the memory of the nodes. Every rank calls every method.
 
-    `count` is the number of copies that this process has made. `seconds` is the total time that it
-    took to make them.
+    `count` is the number of copies that this process has tried to make. `seconds` is the total time
+    that it took to make them.
     """
 
     def __init__(

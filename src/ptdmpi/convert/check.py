@@ -59,9 +59,10 @@ def compare(
     files: WeightFiles | UnpackedFiles,
     plan: Plan,
 ) -> float:
-    """Return the greatest relative difference between the logits of the checkpoint `stored` and of
-    the Hugging Face model in `files`, over all heads. Raise CheckFailed if the difference is above
-    BAR, or if logits are not finite.
+    """Compare the logits of each output head of the checkpoint `stored` with those of the Hugging
+    Face model in `files`. Return the greatest difference of any head, relative to the greatest
+    magnitude of this head's logits. Raise CheckFailed if the difference is above BAR, or if logits
+    are not finite.
 
     The weights of ptdmpi's model are first rounded to the types of the tensors in `files`.
     """

@@ -14,8 +14,9 @@ class Cache(ABC):
     and all these tensors have the same shape.
 
     Sequences may have different lengths, because each token has its own position (see the method
-    `at`). If padding was stored at a position, the next real token overwrites it before any query
-    sees it, because no query sees positions after its own.
+    `at`). A query sees only its own and earlier positions. So padding that was stored at a position
+    is never seen: the sequence's real token at this position overwrites the padding before a query
+    can see the position.
     """
 
     def __init__(

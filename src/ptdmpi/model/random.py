@@ -82,8 +82,8 @@ GOLDEN = -7046029254386353131
 MIX_1 = -4658895280553007687
 MIX_2 = -7723592293110705685
 
-# The number of elements of a mask that are hashed at once on a CPU. Measurements compared all
-# powers of four from 2^14 to 2^22, and this number was the fastest.
+# On a CPU, a dropout mask is computed in chunks of about this number of elements. Measurements
+# compared all powers of four from 2^14 to 2^22, and this number was the fastest.
 CHUNK_ELEMENTS = 2**18
 
 

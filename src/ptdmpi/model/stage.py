@@ -218,17 +218,17 @@ class Stage(nn.Module):
         return Context(stream, batch.documents, rotary, positions=self.positions)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the output of each head for the last stage's activations, without sequence
-        parallelism. The first output has the logits for this rank's part of the vocabulary at all
-        positions, [s, b, V/t]. If the model predicts the segment order, the second output has the
-        logits of the segment order, [b, 2]."""
+        """Return the output of each head for x, the last stage's activations [s, b, h], which are
+        not divided over the tensor ranks. The first output has the logits for this rank's part of
+        the vocabulary at all positions, [s, b, V/t]. If the model predicts the segment order, the
+        second output has the logits of the segment order, [b, 2]."""
         assert isinstance(self.output, TokenOutput), "only an output of tokens has heads"
         return self.output.of_all(x)
 
     def heads_ahead(self, batch: Microbatch, x: Tensor) -> tuple[Tensor, ...]:
         """Return the logits [s, b, V/t] of each module for multi-token prediction for which
-        `batch.ahead` has tokens, for the last stage's activations `x`, without sequence parallelism
-        and without dropout."""
+        `batch.ahead` has tokens. `x` has the last stage's activations [s, b, h], which are not
+        divided over the tensor ranks. There is no dropout."""
         if batch.ahead is None:
             return ()
         assert isinstance(self.output, AheadOutput), "a model without modules predicts no further"

@@ -83,6 +83,10 @@ def test_pods_share_what_stays_in_them():
     assert step_s(tiers(1), both) == step_s(whole, both)
     inside = step_s(tiers(2), both)  # only the pipeline leaves a pod
     assert step_s(SMALL, both) < inside < step_s(whole, both)
+    assert step_s(tiers(5), both) == step_s(SMALL, both)  # the whole layout is in one pod
+    cut = replace(both, tensor=4, context=2)  # its data groups are as far apart
+    assert step_s(tiers(1), cut) == step_s(whole, cut)
+    assert step_s(SMALL, cut) < step_s(tiers(2), cut) < step_s(whole, cut)
     alone = replace(both, pipeline=4, data=1, zero=0)
     assert step_s(tiers(2), alone) == step_s(whole, alone)
     pricer = tiers(2)

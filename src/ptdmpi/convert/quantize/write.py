@@ -176,7 +176,7 @@ class Maker:
         if samples is not None:
             self.samples = Calibration(stored, samples.read(stored))
             self.description |= {"samples": samples.count, "sample_tokens": samples.length}
-        # the quantized matrices of one layer: the layer of the matrix that was requested last
+        # the matrix that was requested last; with samples, all matrices of its layer
         self._made: dict[str, Packed] = {}
 
     def matrix(self, name: str) -> Packed:

@@ -33,8 +33,8 @@ class TrainingWork(NamedTuple):
     ranks: int
 
     def days(self, flops_per_s: float, factor: int = MODEL_FLOPS) -> float:
-        """Return the duration in days if each rank reaches `flops_per_s` (X): `factor` T P / (n
-        X)."""
+        """Return the duration in days if each rank reaches `flops_per_s` (X): `factor` T P / (n X)
+        seconds, converted to days."""
         return factor * self.tokens * self.parameters / (self.ranks * flops_per_s) / DAY_S
 
     def flops_per_s(self, days: float, factor: int = MODEL_FLOPS) -> float:

@@ -53,9 +53,9 @@ class TieredTimes(StepTimes):
     All ranks wait for the slowest message. Therefore all messages between pipeline stages have the
     lower rate if the layout spans several pods, and all messages of the data axis have the lower
     rate unless each data-parallel group is inside one pod. Consecutive ranks fill one node after
-    the other, and a data-parallel group lies in a block of t d consecutive ranks, where t is the
-    tensor-parallel size and d the data-parallel size. So each data-parallel group is inside one pod
-    if t d divides the number of ranks in a pod.
+    the other, and a data-parallel group lies in a block of t c d consecutive ranks. t, c and d are
+    the sizes of the tensor, context and data axes. So each data-parallel group is inside one
+    pod if t c d divides the number of ranks in a pod, or if the whole layout fits into a pod.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class TieredAxis(DataAxis):
 
     def _tapered(self, layout: Layout) -> bool:
         """Return True if a data-parallel group may span more than one pod."""
-        return self.pod_ranks % (layout.tensor * layout.data) != 0
+        block = layout.tensor * layout.context * layout.data
+        return layout.ranks > self.pod_ranks and self.pod_ranks % block != 0
 
     def _ends_s(self, layout: Layout) -> float:
         """Return the seconds of the messages between the first and the last pipeline stage, whose

@@ -143,10 +143,10 @@ class StageMemory:
         # (cut, tensor-parallel size, pipeline rank, sharding) -> work of each rank of a shard
         # group, if the optimizer updates whole matrices
         self.dealt = cache(self._counted_dealt)
-        # kind of tensors that are kept between ops, by its name in `OP_KINDS` -> function that
-        # returns their bytes for one microbatch in a stage
+        # name of an inventory, a group of tensors that are kept between ops (`OpKind.keeps`,
+        # `OpKind.frees`) -> function that returns its bytes for one microbatch in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
-        # kind of working memory, by its name in `OP_KINDS` -> function that returns its bytes for
+        # name of a kind of working memory (`OpKind.works`) -> function that returns its bytes for
         # an op in a stage
         self.needed_bytes = {
             "backward": self.working_bytes,

@@ -171,8 +171,8 @@ class LinearWay(KernelWay):
 
 
 class LossWay(KernelWay):
-    """The number of logits that the loss computes at a time (`logits`). It determines the speed of
-    the loss, but not its bits."""
+    """The number of logits that the loss on a CPU converts to float32 at a time (`logits`). It
+    determines the speed of the loss, but not its bits."""
 
     logits: Positive
 

@@ -105,8 +105,9 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
     """Return the work of each rank of a shard group. All ranks of the group have the same stages of
     a model, which `part` describes.
 
-    `sharing` has the number of ranks in the group, and the ZeRO stage, which determines the units
-    that are divided among these ranks.
+    `sharing` has the number of ranks in the group, and the ZeRO stage. The stage determines what is
+    divided among the ranks as one unit: all parameters except a tied table (ZeRO 1), or each layer
+    (ZeRO 2 and 3).
     """
     work = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, part, sharing))
@@ -186,7 +187,8 @@ def _of_head(
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
     """Return two numbers of elements of the stages `part`: the number of elements of the
     embedding's tables, which come before the layers, and the number of elements of all parameters
-    of the embedding and the head. Neither number includes a tied table."""
+    of the embedding and the head. Neither number includes a table that is used both before and
+    after the layers."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.shares_table
     front = every = 0

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ptdmpi.base.plugins import plugin
+from ptdmpi.base.words import mistake_in_path
 from ptdmpi.config.choices import (
     ContextMethod,
     OffloadName,
@@ -87,7 +88,9 @@ class RunConfig(Section):
     @classmethod
     def _default_dir(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and not values.get("dir"):
-            return {**values, "dir": f"runs/{values.get('name', 'run')}"}
+            name = str(values.get("name", "run"))
+            # a mistake in the name is reported only for the key `name`
+            return {**values, "dir": "runs" if mistake_in_path(name) else f"runs/{name}"}
         return values
 
 

@@ -282,21 +282,31 @@ def checkpoints_of(engine: Engine, path: Path) -> Checkpoints:
 
 @parallel(ranks=[2])
 def test_a_run_resumes_in_another_layout(comm, tmp_path):
-    """With the scales of the steps before, and so with the same bits; without these scales, the
-    next step would have other bits."""
+    """With the scales of the steps before, and so with the same bits. A checkpoint with scales for
+    blocks has none of them: the next step then has other bits."""
     world, changes = World(comm), DELAYED | {"run.reproducible": True}
     first = build(world, changes | layout(p=2))
     steps_of(first, 2)
     kept = exponents_of(first)
-    checkpoints_of(first, tmp_path).save(2)
+    checkpoints_of(first, tmp_path / "delayed").save(2)
     expected = first.step(2, microbatches(first.config, 2, 0))
 
-    for fp8, same in (("delayed", True), ("block", False)):
-        second = build(world, changes | layout(d=2) | {"precision.fp8": fp8})
-        checkpoints_of(second, tmp_path).resume("auto")
-        assert exponents_of(second) == (kept if same else {})
-        found = second.step(2, microbatches(second.config, 2, second.axes["data"].rank))
-        assert (found.loss == expected.loss and found.grad_norm == expected.grad_norm) == same
+    def resumed(fp8: str, folder: str) -> Engine:
+        engine = build(world, changes | layout(d=2) | {"precision.fp8": fp8})
+        checkpoints_of(engine, tmp_path / folder).resume("auto")
+        return engine
+
+    def is_expected(engine: Engine) -> bool:
+        found = engine.step(2, microbatches(engine.config, 2, engine.axes["data"].rank))
+        return found.loss == expected.loss and found.grad_norm == expected.grad_norm
+
+    second = resumed("delayed", "delayed")
+    assert exponents_of(second) == kept
+    assert is_expected(second)
+    blocks = resumed("block", "delayed")
+    assert exponents_of(blocks) == {}
+    checkpoints_of(blocks, tmp_path / "block").save(2)
+    assert not is_expected(resumed("delayed", "block"))
     assert all(len(history) == 2 for history in kept.values())
 
 

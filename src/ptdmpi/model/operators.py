@@ -115,7 +115,7 @@ class Heads:
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by head for the output x of the linear (shapes: see the
         class)."""
-        qkv = x.unflatten(-1, (-1, self.head_size))  # [s, b, (a + 2 kv) / t, head size]
+        qkv = x.view(*x.shape[:-1], -1, self.head_size)  # [s, b, (a + 2 kv) / t, head size]
         rotary = None
         if self.rotates:
             rotary = context.rotary or self.rotary

@@ -15,6 +15,7 @@ tensors for its own backward pass. ptdmpi computes each such operation by one au
 which saves only its input.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -133,11 +134,11 @@ class Kernels:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
         matrix. `which` names the field of `OneDnnLinears` that has the least size at which the
         fused call is used."""
-        elements = x.numel()
-        if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not elements:
+        if x.device.type != "cpu" or x.dtype not in FUSED_TYPES:
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
-        if elements // x.shape[-1] * weight.numel() < least:
+        elements = 0 if least == math.inf else x.numel()
+        if not elements or elements // x.shape[-1] * weight.numel() < least:
             return False
         # a compiled graph supports this call only for constant weights (Inductor asserts this)
         return not (self.widens("cpu", x.dtype) or torch.compiler.is_compiling())

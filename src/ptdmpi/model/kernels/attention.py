@@ -38,9 +38,8 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 class Input(NamedTuple):
     """The input of attention. Queries are [b, heads, s, head size]. Keys and values have the same
     number of heads, or a number that divides it (grouped queries). Values may have a smaller head
-    size than keys. `documents` is None if each
-    sequence is one document. `positions` are the positions of the queries; keys and values may have
-    more positions."""
+    size than keys. `documents` is None if each sequence is one document. `positions` are the
+    positions of the queries; keys and values may have more positions."""
 
     q: Tensor
     k: Tensor
@@ -187,7 +186,7 @@ class PackedKernel:
         """Return True for attention with windows or documents on a GPU, if this rank has all
         positions and FlashAttention supports the input's type and sizes."""
         q = given.q
-        if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
+        if q.device.type == "cpu" or not _is_limited(self.scores, given):
             return False
         # This implementation is not used if this rank has only some positions, because each run of
         # consecutive positions would need a copy of the keys.
@@ -236,7 +235,7 @@ class MaskedKernel:
 
     def takes(self, given: Input) -> bool:
         """Return True for attention with windows or documents on a GPU, or in a compiled graph."""
-        return _is_limited(self.scores, given) and not _in_blocks(given.q)
+        return not _in_blocks(given.q) and _is_limited(self.scores, given)
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""

@@ -80,7 +80,7 @@ def _model(row: Row) -> nn.Module:
     settings |= {"bos_token_id": 0, "eos_token_id": 0}
     tensors = {}
     needed = declarations(config, row.case.vocab_size)
-    for pair in counterparts(family, needed):
+    for pair in counterparts(family, config.model.layers, needed):
         slabs = initial(config.run.seed, pair.ours, pair.whole, needed[pair.ours].init)
         value = torch.cat([values for _, values in slabs])[pair.box.index]
         tensors[family.full(pair.theirs)] = (value.t() if pair.transposed else value).contiguous()

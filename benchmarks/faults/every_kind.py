@@ -70,10 +70,10 @@ class SupervisedRun:
         with open(self.output, "w") as file:
             self.process = start([*command, "config.toml"], file, cwd=folder)
 
-    def wait_for(self, step: int) -> bool:
+    def wait_for(self, step: int, limit_s: float = LIMIT_S) -> bool:
         """Wait until `step` is recorded. Return False if the job ends before, or if `step` is not
-        recorded within LIMIT_S seconds."""
-        end = time.monotonic() + LIMIT_S
+        recorded within `limit_s` seconds."""
+        end = time.monotonic() + limit_s
         while time.monotonic() < end and self.process.poll() is None:
             if self.progress.newest().step >= step:
                 return True
@@ -139,7 +139,8 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
     while len(deaths) < DEATHS:
         fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
         if fault == IN_A_START:
-            time.sleep(choice.uniform(0.0, START_S))
+            # at the latest at the first new step, because a fast machine would complete the run
+            job.wait_for(furthest + 1, choice.uniform(0.0, START_S))
         # the run may have recorded step `furthest` + 1 before the death
         elif job.wait_for(furthest + 2):
             if deaths:

@@ -262,8 +262,12 @@ def wrong_multiplications(row: Operator, sizes: Sizes, work: RowWork) -> Iterato
     """Yield a row's multiplications if they are not those that its kernels computed.
 
     Over scores outside of a sliding window the kernels compute, and the account is a mean over the
-    layers. They also multiply the zeros that fill the values of latent attention up.
+    layers. They also multiply the zeros that fill the values of latent attention up. The products
+    of elementwise kernels, such as those of a convolution, are not counted here.
     """
+    kernels = [*row.forward(sizes)]
+    if kernels and all(isinstance(kernel, Elementwise | MemoryPass) for kernel in kernels):
+        return
     said = row.multiplications(sizes.model) * sizes.tokens
     if isinstance(row, Attend):
         queries, values = sizes.model.attention_width, sizes.model.values_width

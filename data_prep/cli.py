@@ -489,11 +489,8 @@ def verify(path: Path, as_json: bool) -> None:
 
 def main() -> None:
     """Execute the command line. Exit codes: 0 done, 2 bad input, 130 Ctrl-C, 1 other errors."""
-    run(
-        commands,
-        "ptdmpi-data",
-        interrupted="interrupted; run the same command again to continue",
-    )
+    again = "interrupted; run the same command again to continue"
+    run(commands, "ptdmpi-data", interrupted=again)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ from ptdmpi.config import Config, Layout
 from ptdmpi.model import transformer
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.kernels import compute_by
-from ptdmpi.model.operators import Context, HiddenDropout
+from ptdmpi.model.operators import Context
 from ptdmpi.model.output import heads
 from ptdmpi.model.output.losses import ORDER
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.sequence.dropout import HiddenDropout
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.cost.layer import backward_kernels, forward_kernels, weight_kernels

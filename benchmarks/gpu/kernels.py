@@ -126,8 +126,8 @@ def rms_norm_in_triton(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def dropout_formula(x: Tensor, keep: Tensor) -> Tensor:
-    """Return dropout of `x` [tokens, batch, hidden] with the bool mask `keep` [tokens,
-    batch, hidden]."""
+    """Return dropout of `x` [tokens, batch, hidden] with the bool mask `keep` [tokens, batch,
+    hidden]."""
     return x * keep / (1.0 - DROPPED)
 
 

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from ptdmpi.base.box import Box
+from ptdmpi.comm.communicator import OneRank
 from ptdmpi.model import random
 from ptdmpi.model.random import RandomStream, dropout, initial, mix
-from ptdmpi.model.sequence.positions import Positions
+from ptdmpi.model.sequence.dropout import HiddenDropout
+from ptdmpi.model.sequence.positions import ALL, Positions
+from ptdmpi.model.stage import Stage
+from ptdmpi.model.tensor_parallel import TensorAxis
+from tests._configs import small
 from tests._layers import whole_initial
 
 SAMPLES = torch.tensor([3, 1000003, 17])
@@ -131,3 +136,14 @@ def test_dropout_keeps_the_expectation():
     dropped = dropout(x, stream().hidden_mask(x.shape, 0.25), 0.25)
     assert dropped.unique().tolist() == pytest.approx([0.0, 2 / 0.75])
     assert dropped.mean().item() == pytest.approx(2.0, rel=0.02)
+
+
+def test_every_dropout_of_a_model_has_a_mask_of_its_own():
+    """Those of the embedding, and of attention and MLP in each layer."""
+    config = small({"model.dropout": 0.5, "model.layers": 3})
+    stage = Stage(config, 19, range(3), TensorAxis(OneRank()))
+    dropouts = [module for module in stage.modules() if isinstance(module, HiddenDropout)]
+    assert len(dropouts) == 1 + 2 * 3
+    masks = [module(torch.ones(8, 3, 16), stream(), ALL) == 0 for module in dropouts]
+    assert all(mask.any() for mask in masks)
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(masks, 2))

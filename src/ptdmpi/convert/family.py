@@ -1,8 +1,8 @@
 """Families of models in `transformers`: the names of their parameters, and the keys of their
 config.json.
 
-In this folder, names such as `ours` refer to ptdmpi's format of a model, and names
-such as `theirs` to the format of `transformers`."""
+In this folder, names such as `ours` refer to ptdmpi's format of a model, and names such as `theirs`
+to the format of `transformers`."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,22 +46,22 @@ class Family:
     `modules` maps each module of ptdmpi to the modules of `transformers`. A module of ptdmpi has
     several counterparts if `transformers` stores its outputs separately (such as q, k and v). {i}
     is the number of a layer, or of a module for multi-token prediction, and {e} is the number of an
-    expert. `prefix` is the beginning of the
-    parameter names of the base model. The parameter names of heads do not have the prefix, and
-    neither do the names in a file that contains only the base model. `transposed` is True if the
-    weights of linear layers in `transformers` are [inputs, outputs]. `buffers` is a pattern for the
-    names of tensors that are not parameters in ptdmpi; these tensors are stored for the conversion
-    back. `keys` is a function that makes the keys of [model] from a config.json. `config` is a
-    function that makes a config.json from [model] and the size of the vocabulary. In files of a
-    model with a tied head, two tensors may have the same values; `again` maps the repeating tensor
-    to the tensor that it repeats. If the head is not tied and the two tensors differ, only the
-    repeating tensor is used. `told_by` is for keys of [model] that no config.json has: it maps each
-    such key to the tensor that exists if the key is true. `renamed` maps the ends of names in old
-    files to the ends in newer files. `parameters` maps the last part of a parameter's name to
-    another last part in `transformers`. `copies` maps each tensor that the files repeat in every
-    module for multi-token prediction to the tensor of the model with the same values; it is empty
-    if the files have no modules. `tasks` maps a kind of task to the class in `transformers`
-    that has a head for the task, and to the linear layer of that head.
+    expert. `prefix` is the beginning of the parameter names of the base model. The parameter names
+    of heads do not have the prefix, and neither do the names in a file that contains only the base
+    model. `transposed` is True if the weights of linear layers in `transformers` are [inputs,
+    outputs]. `buffers` is a pattern for the names of tensors that are not parameters in ptdmpi;
+    these tensors are stored for the conversion back. `keys` is a function that makes the keys of
+    [model] from a config.json. `config` is a function that makes a config.json from [model] and the
+    size of the vocabulary. In files of a model with a tied head, two tensors may have the same
+    values; `again` maps the repeating tensor to the tensor that it repeats. If the head is not tied
+    and the two tensors differ, only the repeating tensor is used. `told_by` is for keys of [model]
+    that no config.json has: it maps each such key to the tensor that exists if the key is true.
+    `renamed` maps the ends of names in old files to the ends in newer files. `parameters` maps the
+    last part of a parameter's name to another last part in `transformers`. `copies` maps each
+    tensor that the files repeat in every module for multi-token prediction to the tensor of the
+    model with the same values; it is empty if the files have no modules. `tasks` maps a kind of
+    task to the class in `transformers` that has a head for the task, and to the linear layer of
+    that head.
     """
 
     model_type: str

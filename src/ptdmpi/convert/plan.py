@@ -17,8 +17,7 @@ class Plan:
 
     `by_name` maps each tensor to the slice of ptdmpi's parameter that the tensor contains. `again`
     maps each repeating tensor (a tied head, or the copy of a table) to the tensor that it repeats.
-    `buffers` has the names
-    of the tensors that are not parameters.
+    `buffers` has the names of the tensors that are not parameters.
     """
 
     by_name: dict[str, Counterpart]

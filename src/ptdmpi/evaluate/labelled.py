@@ -3,8 +3,7 @@ JSON line has one or two texts with a label, or a question with its candidates (
 
 If the texts are too long for a sequence, the passage (the first text) is cut at its end. If the
 sequence is still too long, the question, or the second text of a labelled sample, is also cut at
-its end. A candidate is never cut. The
-result includes the number of sequences that were cut.
+its end. A candidate is never cut. The result includes the number of sequences that were cut.
 """
 
 import hashlib

@@ -166,8 +166,8 @@ def _require_same_model(
     """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
     Comparing the shapes of the tensors is not enough: with a different number of heads or a
     different activation, the shapes may be the same, but the model would silently compute a
-    different function.
-    `otherwise` is added to the legal values in the message, except for keys in HEADS."""
+    different function. `otherwise` is added to the legal values in the message, except for keys in
+    HEADS."""
     here = config.model.model_dump()
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}

@@ -56,11 +56,11 @@ class ParameterBuffer(FlatOrder):
 
     `masters` and `reduced` have one tensor for each shard unit: the master weights (`masters`) or
     the gradients (`reduced`) of the part of the shard unit that this rank updates. If the master
-    type equals the compute type, the weights themselves are the master weights.
-    `gradients` is the flat tensor in which gradients accumulate. `weights` is the flat tensor of
-    the weights of all shard units; with ZeRO stage 3 it is empty. Frozen weights have separate
-    shard units: `idle_weights` is the flat tensor of all frozen weights, and `idle_parts` has this
-    rank's part of each of these units.
+    type equals the compute type, the weights themselves are the master weights. `gradients` is the
+    flat tensor in which gradients accumulate. `weights` is the flat tensor of the weights of all
+    shard units; with ZeRO stage 3 it is empty. Frozen weights have separate shard units:
+    `idle_weights` is the flat tensor of all frozen weights, and `idle_parts` has this rank's part
+    of each of these units.
     """
 
     def __init__(

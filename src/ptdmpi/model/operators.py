@@ -26,13 +26,13 @@ from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import Activation
 from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
-from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.kernels.norm import Norm, soft_cap
 from ptdmpi.model.kernels.rope import Rotation
 from ptdmpi.model.latent import makers as latent
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
 from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.sequence.dropout import HiddenDropout
 from ptdmpi.model.sequence.heads import all_heads, part_of_heads
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
@@ -248,26 +248,6 @@ class SelfAttention(Computing):
         return self.kernels.product(dropout(weights, keep, self.rate), v)
 
 
-class HiddenDropout(Computing):
-    """Dropout of activations [s, b, h] at `rate`; under sequence parallelism, they have only this
-    rank's positions. `place` has the number of the layer and the number of the dropout within the
-    layer."""
-
-    def __init__(self, rate: float, place: tuple[int, ...], axis: TensorAxis) -> None:
-        super().__init__()
-        self.rate = rate
-        self.place = place
-        self.axis = axis
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the activations x after dropout, or x itself if nothing is dropped."""
-        if context.stream is None or self.rate == 0.0:
-            return x
-        positions = self.axis.between_blocks(context.positions)
-        stream = context.stream.at(*self.place, positions=positions)
-        return drop_hidden(x, stream, self.rate, self.kernels)
-
-
 @dataclass(frozen=True)
 class Normalized:
     """The function that computes a norm over the hidden channels of each activation."""
@@ -287,7 +267,9 @@ class Residual:
 
     def __call__(self, x: Tensor, y: Tensor, context: Context) -> Tensor:
         """Return x + dropout(y)."""
-        return x + (y if context.stream is None else self.dropout(y, context))
+        if context.stream is not None:
+            y = self.dropout(y, context.stream, context.positions)
+        return x + y
 
 
 # `compute(*inputs, context)` returns the output of an operator, or a tuple of outputs

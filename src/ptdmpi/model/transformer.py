@@ -29,12 +29,12 @@ from ptdmpi.model.operators import (
     Build,
     Context,
     Heads,
-    HiddenDropout,
     RowStep,
     install,
     run,
 )
 from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.sequence.dropout import HiddenDropout
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.describe import WORD_TABLE
@@ -251,7 +251,7 @@ class Embedding(nn.Module):
             x = x + self.token_type(self.axis.between_blocks().of(types))
         if self.norm is not None:
             x = self.norm(x)
-        return self.dropout(x, context)
+        return self.dropout(x, context.stream, context.positions)
 
 
 class MaskedTransform(Computing):
@@ -312,5 +312,5 @@ class Classes(nn.Module):
         """Return the scores [1, b, n] of activations [1, b, h]."""
         if self.pooler is not None:
             x = self.pooler(x).tanh()
-            x = self.dropout(x, context)
+            x = self.dropout(x, context.stream, context.positions)
         return self.classes(x)

@@ -49,9 +49,9 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
     """Decide whether the ranks are restarted. The ranks have ended before the run was complete, and
     `step` is the last recorded step.
 
-    `before` describes the earlier starts. `asked` is True if a stop was requested.
-    `restarts` is the maximum number of consecutive restarts without a new step; after this number
-    of restarts the run ends.
+    `before` describes the earlier starts. `asked` is True if a stop was requested. `restarts` is
+    the maximum number of consecutive restarts without a new step; after this number of restarts the
+    run ends.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)

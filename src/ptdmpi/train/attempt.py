@@ -62,9 +62,8 @@ class Attempt:
     which this attempt begins. `why` is the reason why the attempt ended; it is empty until then.
     `event` is the word that messages use for the end, such as "stopped". `live` is True if the
     state came from the memory of ranks that survived a loss; then perhaps no checkpoint contains
-    the state. `skipped` lists the
-    checkpoints that could not be read, with the reasons. `choice` is the choice of kernels for the
-    engine, or None before the choice.
+    the state. `skipped` lists the checkpoints that could not be read, with the reasons. `choice` is
+    the choice of kernels for the engine, or None before the choice.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Upcycling a dense checkpoint to a mixture of experts (Komatsuzaki et al. 2022,
-arXiv 2212.05055).
+"""Upcycling a dense checkpoint to a mixture of experts (Komatsuzaki et al. 2022, arXiv 2212.05055).
 
 Every expert of a layer is a copy of the layer's MLP, and the router is random. All other weights
 are copied. The experts of a layer become different only during training, because they process

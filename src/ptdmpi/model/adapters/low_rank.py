@@ -92,10 +92,10 @@ class LowRankAdapter(Computing):
         """Add this microbatch's gradients of A and B to the gradient buffers. If the backward is
         split, they are added in its second part. `operands` are two functions that return the
         linear's input x and the gradient dy of its output; these functions are called when the
-        gradients are computed.
-        The argument `down` is drop(x) A^T, as computed by `add_to`. The argument `up` is the
-        gradient of drop(x) A^T, as computed by the method `up`. If `alone` is True, each gradient
-        is rounded separately before it is added (see `Parameter.accumulate`)."""
+        gradients are computed. The argument `down` is drop(x) A^T, as computed by `add_to`. The
+        argument `up` is the gradient of drop(x) A^T, as computed by the method `up`. If `alone` is
+        True, each gradient is rounded separately before it is added (see
+        `Parameter.accumulate`)."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

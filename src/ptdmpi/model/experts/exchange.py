@@ -10,10 +10,9 @@ An expert computes the rows of all source ranks (the ranks that have sent the ro
 ordered by source rank; rows from the same rank keep their order. So the order of the rows does not
 depend on the time at which they arrive.
 
-If the results may have the same bits as without expert parallelism
-(`Layout.computes_by_source`), an expert instead computes the rows of each source rank separately,
-one source rank after the other. Each matrix product then has the same operands as without expert
-parallelism.
+If the results may have the same bits as without expert parallelism (`Layout.computes_by_source`),
+an expert instead computes the rows of each source rank separately, one source rank after the other.
+Each matrix product then has the same operands as without expert parallelism.
 """
 
 from collections.abc import Sequence
@@ -40,9 +39,9 @@ class Dispatch(Protocol):
     """The interface for the exchange of a microbatch's rows (activations of tokens) between ranks.
     This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
     each with j weights. If rows are sent to the ranks of their experts, a row is sent once for each
-    expert, so j = 1; otherwise j = k. `held` has the rows of each expert of this rank;
-    in `held`, this rank's first expert has the number 0. `counts` has the numbers of rows that
-    ranks send to each other, or is None if nothing is sent."""
+    expert, so j = 1; otherwise j = k. `held` has the rows of each expert of this rank; in `held`,
+    this rank's first expert has the number 0. `counts` has the numbers of rows that ranks send to
+    each other, or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -191,8 +190,7 @@ class ExpertAxis:
     """The group of ranks, `comm`, among which the experts of each layer are divided. These ranks
     also have different tokens. If `whole` is True, the tensor axis does not divide the width of an
     expert, and each tensor rank has different tokens (`tokens.py`). If `by_source` is True, an
-    expert computes the tokens of each of these ranks separately
-    (`Layout.computes_by_source`)."""
+    expert computes the tokens of each of these ranks separately (`Layout.computes_by_source`)."""
 
     comm: Communicator = field(default_factory=OneRank)
     whole: bool = False

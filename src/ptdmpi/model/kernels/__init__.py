@@ -137,8 +137,9 @@ class Kernels:
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES:
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
-        elements = 0 if least == math.inf else x.numel()
-        if not elements or elements // x.shape[-1] * weight.numel() < least:
+        if least == math.inf or not x.numel():
+            return False
+        if x.numel() // x.shape[-1] * weight.numel() < least:
             return False
         # a compiled graph supports this call only for constant weights (Inductor asserts this)
         return not (self.widens("cpu", x.dtype) or torch.compiler.is_compiling())

@@ -328,8 +328,8 @@ class WholeKernel:
 
 def _needs_filled_values(q: Tensor) -> bool:
     """Return True if the kernel of attention without a mask needs values with the head size of the
-    queries q [b, heads, s, head size]. PyTorch's CPU kernel and FlashAttention
-    need such values. The GPU kernel for wider types also supports values with a smaller head size.
+    queries q [b, heads, s, head size]. PyTorch's CPU kernel and FlashAttention need such values.
+    The GPU kernel for wider types also supports values with a smaller head size.
     """
     return q.device.type == "cpu" or (_has_flash(q) and flash_takes(q.shape[3]))
 

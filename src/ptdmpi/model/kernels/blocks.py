@@ -208,8 +208,8 @@ class BlockedAttention(Function):
     """Attention on a CPU in blocks of queries. For the backward it saves its inputs, its result and
     the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the same tensors.
     If values are smaller than keys, the kernel gets values, outputs and gradients that are filled
-    up with zeros (`latent.filled`), which are not saved.
-    The second result is the log-sum-exp if it is requested; otherwise it is None."""
+    up with zeros (`latent.filled`), which are not saved. The second result is the log-sum-exp if it
+    is requested; otherwise it is None."""
 
     @staticmethod
     def forward(

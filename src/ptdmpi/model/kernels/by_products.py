@@ -157,8 +157,8 @@ def _weighted(
     q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
 ) -> Iterator[WeightedTile]:
     """Yield each tile with its attention probabilities in the type of q. A tile has the scores of
-    some queries in some heads. If `logsumexp` [b, heads, s] is given, write the
-    log-sum-exp of each query's scores into it."""
+    some queries in some heads. If `logsumexp` [b, heads, s] is given, write the log-sum-exp of each
+    query's scores into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
     # convert q and k once for all blocks, to a memory layout in which products are fast

@@ -91,9 +91,9 @@ class SplitHeads(Operator):
 
     def rotations(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of the rotation: one in Triton, or two products, a difference and a
-        sum. Queries and keys
-        are rotated as one tensor, or as two tensors if each of them has a norm. No time is counted
-        for these kernels (`priced` is False), because the time of other kernels includes it."""
+        sum. Queries and keys are rotated as one tensor, or as two tensors if each of them has a
+        norm. No time is counted for these kernels (`priced` is False), because the time of other
+        kernels includes it."""
         if not self.rotates:
             return
         heads, kv_heads = sizes.priced_heads

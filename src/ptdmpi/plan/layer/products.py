@@ -484,13 +484,11 @@ def linear_backward(
     copies = copied_bytes(sizes, shape, rows)
     adapt = sizes.model.adapt
     if adapt.adapts:
-        added = 0
-        if adds_to_input:
-            # the adapters are computed one after the other; with dropout, an adapter also needs its
-            # mask and the masked input
-            added = result
-            if adapt.dropout > 0.0:
-                added += dropping_bytes(rows * inputs, sizes)
+        # the adapters are computed one after the other; with dropout, an adapter also needs the
+        # memory of its dropout
+        added = result if adds_to_input else 0
+        if adds_to_input and adapt.dropout > 0.0:
+            added += dropping_bytes(rows * inputs, sizes)
         return result + max(added, copies)
     if copies:
         return copies

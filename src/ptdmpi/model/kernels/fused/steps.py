@@ -28,7 +28,7 @@ class NormOfSum:
         y = None
         if self.residual is not None:
             y, context = rest
-            y = self.residual.dropout(y, context)
+            y = self.residual.dropout(y, context.stream, context.positions)
         total, normed = self.norm.of_sum(x, y)
         return (total, normed) if self.keeps else normed
 

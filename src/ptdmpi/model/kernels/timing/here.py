@@ -138,8 +138,8 @@ def measured_here(
 
     The time of a kernel is the time on the slowest rank. If other programs slow the measurement
     down, so that it would exceed LIMIT_S, the other kinds of kernels are not measured, and the
-    result is not stored in the cache. If a kernel gives a wrong result, return
-    an empty dict; kernels are then chosen from the table of the package.
+    result is not stored in the cache. If a kernel gives a wrong result, return an empty dict;
+    kernels are then chosen from the table of the package.
     """
     cached = Cached(_key(world, dtype, sizes))
     known = world.on_root(cached.read)

@@ -240,9 +240,10 @@ def test_a_layer_keeps_as_much_as_without_overlap(comm, name):
 
 @pytest.mark.cases(6)
 @parallel(ranks=[2])
-@pytest.mark.parametrize("name", [*SHAPES, *ADAPTED])
+@pytest.mark.parametrize("name", [name for name in [*SHAPES, *ADAPTED] if name != "latent"])
 def test_three_rows_in_one_step_do_what_they_say(comm, name):
-    """FLOPs, products and messages of the step are those of its rows, where messages overlap."""
+    """FLOPs, products and messages of the step are those of its rows, where messages overlap.
+    Latent attention has no single product of queries, keys and values, so no such step."""
     axis = ContextAxis(EarlyCommunicator(comm))
     placed, sizes, context = layer_of(name, TensorAxis(OneRank()), "fp64", context=axis)
     software = sizes.software.model_copy(update={"overlap_context": True})
@@ -250,6 +251,7 @@ def test_three_rows_in_one_step_do_what_they_say(comm, name):
     found = measured(placed, context)["attention.qkv"]
     names = ("attention.qkv", "attention.heads", "attention.keys")
     rows = [row for row in operators(describe.layer(sizes.model, 0)) if row.name in names]
+    assert len(rows) == len(names)
     for foreseen, seen in ((foreseen_flops, found.flops), (foreseen_products, found.products)):
         by_row = [foreseen(row, sizes) for row in rows]
         assert seen == tuple(map(sum, zip(*by_row, strict=True)))

@@ -136,12 +136,13 @@ class Entry(Function):
 @dataclass
 class RowWork:
     """What a row did: the most bytes of a forward without a backward, with the inputs; the most
-    further bytes of a backward; whether its graph keeps an input; the bytes that stay from I to W,
-    and the most further bytes of W; and the work of forward and backward."""
+    further bytes of a backward; whether its graph keeps an input, and the bytes of its inputs; the
+    bytes that stay from I to W, and the most further bytes of W; the work of both directions."""
 
     forward_bytes: int = 0
     backward_bytes: int = 0
     keeps_input: bool = False
+    input_bytes: int = 0
     operands: int = 0
     adding_bytes: int = 0
     works: list[Work] = field(default_factory=list)
@@ -175,6 +176,7 @@ def both(
     """Measure a forward and a backward. Return the outputs."""
     inputs = {name: entered(value) for name, value in given.items()}
     storages = {storage_of(value).cdata for value in inputs.values()}
+    work.input_bytes = sum(value.nbytes for value in inputs.values())
 
     def pack(tensor: Tensor) -> Tensor:
         work.keeps_input |= storage_of(tensor).cdata in storages

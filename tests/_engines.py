@@ -156,8 +156,11 @@ def foreseen_by(engine: Engine) -> MemoryModel:
     """Return the account of an engine's memory, with the kernels that it computes with."""
     types = data_types(engine.config.precision.compute)
     products = (types.compute, types.iteration)
-    wide = any(engine.kernels.widens("cpu", dtype) for dtype in products)
-    return MemoryModel.of(engine.config, engine.vocab_size, wide)
+    kernels = {
+        "wide_products": any(engine.kernels.widens("cpu", dtype) for dtype in products),
+        **engine.kernels.chosen("cpu", types.compute).attention.blocks,
+    }
+    return MemoryModel.of(engine.config, engine.vocab_size, kernels=kernels)
 
 
 def steps_of(engine: Engine, count: int, *, masked: bool = True) -> list:

@@ -98,6 +98,7 @@ def program(kernels: Kernels, precision: str) -> Software:
     """Return this trainer as the planner knows it, with these kernels."""
     update = {
         "wide_products": kernels.widens("cpu", DTYPES[precision]),
+        **kernels.chosen("cpu", DTYPES[precision]).attention.blocks,
         "gradient_bytes": PRECISIONS[precision].master.bytes,
     }
     return TRAINER.model_copy(update=update)

@@ -83,7 +83,9 @@ def main() -> None:
         engine.step(step, [batch])
         last_s = time.perf_counter() - begin_s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = MemoryModel.of(config, options.vocabulary, USUAL.widens("cpu", compute))
+    attention = USUAL.chosen("cpu", compute).attention
+    kernels = {"wide_products": USUAL.widens("cpu", compute), **attention.blocks}
+    memory = MemoryModel.of(config, options.vocabulary, kernels=kernels)
     foreseen = memory.peak(layout, 0, config.microbatches)
     if world.rank == 0:
         print(

@@ -73,8 +73,9 @@ def memory(config: Config, world: World) -> dict[str, Any]:
     for number in range(STEPS):
         step(number)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    wide = USUAL.widens("cpu", torch.bfloat16)
-    account = MemoryModel.of(config, engine.vocab_size, wide)
+    attention = USUAL.chosen("cpu", torch.bfloat16).attention
+    kernels = {"wide_products": USUAL.widens("cpu", torch.bfloat16), **attention.blocks}
+    account = MemoryModel.of(config, engine.vocab_size, kernels=kernels)
     foreseen = account.peak(config.layout, 0, config.microbatches)
     return {
         "built": standing - start,

@@ -6,7 +6,7 @@ import pytest
 
 from ptdmpi.config import Layout
 from ptdmpi.model.sequence.positions import Positions
-from ptdmpi.plan.layer.attention import seen_share
+from ptdmpi.plan.layer.attention.core import seen_share
 from ptdmpi.plan.layer.balance import imbalance
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import load_model

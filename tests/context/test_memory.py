@@ -32,6 +32,10 @@ SHAPES = {
 FEW = ("gpt", "llama")
 # error of the formula; if keys were not counted, it would be 5 to 15 %
 LIMIT = 0.03
+# Processors with units for bfloat16 compute blocks of scores at once. Rank 0 has the last
+# positions, which see the most keys; the blocks of other ranks are smaller. A single head needs no
+# copies.
+OF_BLOCKS = 0.3
 OF_SCORES = 0.1  # if scores are kept for their dropout: the formula counts hashes, too (6 MiB)
 DEEP = {
     "model.kind": "llama",
@@ -47,9 +51,7 @@ def peak(world: World, changes, length: int) -> tuple[int, int]:
     """Return the bytes that a step of one microbatch has at its peak, in addition to the state: as
     measured, and by the formula."""
     cut = {"model.seq_length": length, "parallel.context": world.size}
-    # on every processor, compute bfloat16 by the library: attention by products has tensors for a
-    # block of scores, which the formula does not count
-    engine = build(world, {**MODEL, **changes, **cut}, half="widened")
+    engine = build(world, {**MODEL, **changes, **cut})
     whole = microbatches(engine.config, 0, 0)
     batches = [batch.at(engine.context.positions) for batch in whole]
     engine.step(0, batches)  # what the first step makes, such as buffers of messages, stays
@@ -69,7 +71,8 @@ def test_activations_shrink_with_c_as_the_formula_says(comm, method, name):
     changes = {**SHAPES[name], "parallel.context_method": method}
     found, foreseen = peak(World(comm), changes, LENGTH * max(1, comm.size // 2))
     limit = OF_SCORES if name == "dropout" else LIMIT
-    assert abs(found / foreseen - 1) < limit, (name, comm.size, found, foreseen)
+    least = 1 - (OF_BLOCKS if "bf16" in name else limit)
+    assert least < found / foreseen < 1 + limit, (name, comm.size, found, foreseen)
 
 
 @pytest.mark.cases(1)

@@ -20,7 +20,7 @@ from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import FusedAttention, total_bytes
-from ptdmpi.plan.layer.attention import Attend
+from ptdmpi.plan.layer.attention.core import Attend
 from ptdmpi.plan.layer.folds import operators
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER

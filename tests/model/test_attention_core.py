@@ -1,12 +1,14 @@
 """Attention in blocks of queries, in documents, windows and under a cap, is attention."""
 
 import tomllib
+from functools import partial
 from importlib.resources import files
 from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.config import Layout
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import USUAL, Kernels, by_products, host
@@ -17,10 +19,14 @@ from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import BlockedAttention, Scores, Sight
 from ptdmpi.model.kernels.choice import AttentionByLibrary, AttentionByProducts, HostChoice
 from ptdmpi.model.kernels.norm import soft_cap
+from ptdmpi.plan.layer import chunks
+from ptdmpi.plan.layer.attention.core import Attend
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
 from tests._items import layer_items
+from tests._layers import DTYPES
+from tests._rows import program
 
 HALF = [("float64", 1e-12), ("bfloat16", 2e-2)]
 SIZE = 8
@@ -263,10 +269,48 @@ def test_kept_probabilities_have_the_bits_of_those_computed_again(block, precisi
                 small(model).model,
                 Layout(1, 1, 1, micro_size=2),
                 {"bfloat16": "bf16", "float32": "fp32"}[precision],
-                TRAINER.model_copy(update={"kept_block": block}),
+                TRAINER.model_copy(update=AttentionByProducts(block, keeps=True).blocks),
             )
             items = {item.name: item.bytes for item in layer_items(sizes, "none")}
             assert most - least == items["attention.probabilities"]
+
+
+@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("precision", "half"),
+    [("fp64", "native"), ("fp32", "native"), ("bf16", "native"), ("bf16", "widened")],
+)
+def test_working_memory_of_products_is_that_of_the_account(precision, half, kv_heads, block):
+    """With the scores of all heads at once, and of one group of heads at a time. The operands are
+    views of other memory layouts, as in a layer."""
+    dtype, length, batch = DTYPES[precision], 512, 2
+    kernels = Kernels(HostChoice(AttentionByProducts(block), half=half))
+    core = AttentionCore(PLAIN, kernels)
+    model = {"model.kind": "llama", "model.hidden": 4 * SIZE, "model.kv_heads": kv_heads}
+    sizes = Sizes(
+        small({**model, "model.heads": 4, "model.seq_length": length}).model,
+        Layout(1, 1, 1, micro_size=batch),
+        precision,
+        program(kernels, precision),
+    )
+    row = Attend("attention.core", ("q", "k", "v"), ("x",))
+    for at_once in (1 << 20, 1):
+        with (
+            mock.patch.object(by_products, "BLOCK_SCORES", at_once),
+            mock.patch.object(chunks, "BLOCK_SCORES", at_once),
+        ):
+            shapes = [(length, batch, heads, SIZE) for heads in (4, kv_heads, kv_heads)]
+            operands = [torch.randn(shape).to(dtype).permute(1, 2, 0, 3) for shape in shapes]
+            core(*operands, None)  # makes the mask
+            _, forward = measured(lambda given=operands: core(*given, None))
+            forward += sum(one.nbytes for one in operands)
+            assert 0.9 * row.forward_bytes(sizes) < forward <= row.forward_bytes(sizes)
+            out = core(*(one.requires_grad_() for one in operands), None)
+            gradient = torch.randn_like(out)
+            _, backward = measured(partial(torch.autograd.grad, out, operands, gradient))
+            backward += gradient.nbytes
+            assert 0.9 * row.backward_bytes(sizes) < backward <= row.backward_bytes(sizes)
 
 
 def test_the_table_of_ways_is_sound():

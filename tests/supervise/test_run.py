@@ -100,11 +100,11 @@ def test_ctrl_c_under_plain_mpirun(folder, undisturbed):
     same command then continues from the last checkpoint."""
     arguments = ["-m", "ptdmpi", "train", "config.toml", "--set", "run.dir=plain"]
     command = ["mpirun", "-n", "2", sys.executable, *arguments]
-    text, code = _in_terminal(folder, command, b"step 10/24", mpi_environment())
+    text, code = _in_terminal(folder, command, b"step 5/24", mpi_environment())
     assert "Ctrl-C loses the steps since the last save" in text
     assert code != 0, text
     assert not (folder / "plain" / "done").exists()
-    assert {"step-00000004", "step-00000008"} <= set(os.listdir(folder / "plain/checkpoints"))
+    assert "step-00000004" in os.listdir(folder / "plain/checkpoints")
     mpirun(2, arguments, cwd=folder)
     same(folder / "plain", undisturbed)
 

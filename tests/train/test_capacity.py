@@ -73,8 +73,8 @@ def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):
     config, said = small({"precision.compute": "bf16", "model.seq_length": 300}), []
     monkeypatch.setattr(Kernels, "widens", lambda *asked: False)
 
-    def needed(wide: bool, kept_block: int = 0) -> int:
-        model = MemoryModel.of(config, 53, wide, kept_block=kept_block)
+    def needed(wide: bool = False, blocks: dict[str, int] | None = None) -> int:
+        model = MemoryModel.of(config, 53, kernels={"wide_products": wide, **(blocks or {})})
         return model.largest(config.layout, config.microbatches)[1].total
 
     def settled(has: int, choice: HostChoice) -> HostChoice:
@@ -85,9 +85,10 @@ def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):
         return settled_choice
 
     keeps, least = HostChoice(AttentionByProducts(keeps=True)), needed(False)
+    again = needed(blocks=AttentionByProducts().blocks)
     # 2 sequences of 4 heads in 3 layers: blocks end at 128, 256 and 300 keys
-    most = needed(False, kept_block=128)
-    assert most - least == 3 * 2 * 4 * (128 * 128 + 128 * 256 + 44 * 300) * 2
+    most = needed(blocks=keeps.attention.blocks)
+    assert most - again == 3 * 2 * 4 * (128 * 128 + 128 * 256 + 44 * 300) * 2
     assert settled(most, keeps) == keeps and not said
     assert settled(most - 1, keeps) == HostChoice(AttentionByProducts())
     assert said == ["no memory for the attention probabilities: the backward computes them again"]

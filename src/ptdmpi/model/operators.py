@@ -38,8 +38,10 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
 from ptdmpi.model.tensor_parallel import ColumnParallelLinear, TensorAxis
 from ptdmpi.plan.layer.ahead.operators import Concatenate
-from ptdmpi.plan.layer.attention import Attend, SplitHeads
-from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads, keeps_outputs
+from ptdmpi.plan.layer.attention.core import Attend
+from ptdmpi.plan.layer.attention.exchange import DealHeads, GatherKeys, JoinHeads
+from ptdmpi.plan.layer.attention.heads import SplitHeads
+from ptdmpi.plan.layer.attention.shape import keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import read_after

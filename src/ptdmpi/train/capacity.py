@@ -64,7 +64,7 @@ class Memory:
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
         self._least_host_bytes = min(world.control.allgather(self._host_bytes))
-        self.step = self._step(self._wide)
+        self.step = self._step({})
         self._require(self._fits(self.step))
 
     def settle(self, choice: Choice, say: Callable[[str], None]) -> Choice:
@@ -80,31 +80,28 @@ class Memory:
         if isinstance(choice, DeviceChoice):
             return choice
         self._wide = self._wide or choice.half == "widened"
-        keeping = self._step(self._wide)
         attention = choice.attention
-        if isinstance(attention, AttentionByProducts) and attention.keeps:
-            keeping = self._step(self._wide, attention.block)
-            if not self._fits(keeping):
+        settled = self._step(attention.blocks)
+        if isinstance(attention, AttentionByProducts):
+            must_forget = attention.keeps and not self._fits(settled)
+            if must_forget:
                 say("no memory for the attention probabilities: the backward computes them again")
-                choice = replace(choice, attention=replace(attention, keeps=False))
-                keeping = self._step(self._wide)
-        if keeping != self.step:
-            self.step = keeping
-            self._require(self._fits(keeping))
+                attention = replace(attention, keeps=False)
+                choice = replace(choice, attention=attention)
+                settled = self._step(attention.blocks)
+        if settled != self.step:
+            self.step = settled
+            self._require(self._fits(settled))
         return choice
 
-    def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
-        """Return the predicted memory of a step.
-
-        `wide` is True if kernels convert 16-bit types to float32. `kept_block` is the block size of
-        the attention probabilities that are kept for the backward pass; 0 means that none are kept.
-        """
+    def _step(self, blocks: Mapping[str, int]) -> relief.Step:
+        """Return the predicted memory of a step. `blocks` has the block sizes of attention
+        (`HostAttention.blocks`)."""
         step = relief.Step.of(
             self._config,
             self._vocab_size,
-            wide_products=wide,
+            kernels={"wide_products": self._wide, **blocks},
             on_host=self._on_host,
-            kept_block=kept_block,
             nodes=self._world.nodes,
         )
         return replace(step, host_capacity_bytes=self._least_host_bytes)

@@ -16,7 +16,7 @@ from ptdmpi.model.kernels.agreement import DeviceChoice
 from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
-from ptdmpi.plan.layer.attention import SplitHeads
+from ptdmpi.plan.layer.attention.heads import SplitHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.folds import operators
 from ptdmpi.plan.layout.grid import grid_of

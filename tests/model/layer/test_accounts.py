@@ -26,7 +26,9 @@ from ptdmpi.plan.layer.account import (
     MemoryPass,
     total_bytes,
 )
-from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.attention.core import Attend
+from ptdmpi.plan.layer.attention.heads import SplitHeads
+from ptdmpi.plan.layer.chunks import QUERY_BLOCK
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.ends import Predict
 from ptdmpi.plan.layer.experts import MixExperts
@@ -88,6 +90,13 @@ def of_heads(row: Operator, sizes: Sizes) -> int:
     return heads * sizes.wide_bytes
 
 
+def of_core(row: Attend, sizes: Sizes) -> int:
+    """A number for each query of each head; and, if scores have a cap, the mask of a block."""
+    capped = sizes.model.attention_softcap > 0.0
+    mask = capped * QUERY_BLOCK * sizes.model.seq_length * sizes.wide_bytes
+    return of_heads(row, sizes) + mask
+
+
 def of_latents(row: SplitLatents, sizes: Sizes) -> int:
     """Statistics, and the gradients of the weights with their copies."""
     sizes_of_norms = sum(norm.size for _, norm in row.norms)
@@ -126,7 +135,7 @@ BACKWARD = {
 }
 # A linear with adapters has a backward, and is no row of a layer without one.
 # 0.81: of a narrow input and a wide output, the copies are not in memory together
-FORWARD = {Multiply: Bar(0.8, narrow=of_blocks), Attend: Bar(0.7, narrow=of_heads)}
+FORWARD = {Multiply: Bar(0.8, narrow=of_blocks), Attend: Bar(0.7, narrow=of_core)}
 ADDING = {
     # 0: adapters are counted as if inputs were gathered and dropped from
     Multiply: Bar(0.0, narrow=of_linear),
@@ -244,8 +253,8 @@ def wrong_memory(row: Operator, sizes: Sizes, work: RowWork) -> Iterator[str]:
                 yield f"exceeds by {row.excess_bytes(sizes)} bytes"
         if row.replaced_bytes(sizes) != size * (keeps and len(row.inputs) == 1):
             yield f"replaces {row.replaced_bytes(sizes)} bytes, not {size * keeps}"
-    elif row.replaced_bytes(sizes):
-        yield f"replaces {row.replaced_bytes(sizes)} bytes"
+    elif row.replaced_bytes(sizes) not in (0, work.input_bytes * work.keeps_input):
+        yield f"replaces {row.replaced_bytes(sizes)} bytes, not {work.input_bytes} or 0"
 
 
 def width_of(row: Multiply | Activate | MixExperts, sizes: Sizes) -> int:

@@ -23,7 +23,8 @@ from ptdmpi.model.kernels.choice import BY_LIBRARY
 from ptdmpi.model.operators import run
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import FusedAttention, Kernel, MatrixProduct, MemoryPass
-from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.attention.core import Attend
+from ptdmpi.plan.layer.attention.heads import SplitHeads
 from ptdmpi.plan.layer.elementwise import AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import operators, recomputed

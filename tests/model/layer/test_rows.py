@@ -34,8 +34,8 @@ from ptdmpi.model.tensor_parallel import LayerLinear, TensorAxis
 from ptdmpi.model.transformer import Block, rotary_table
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import kept, total_bytes
-from ptdmpi.plan.layer.attention import Attend
-from ptdmpi.plan.layer.context import JoinHeads
+from ptdmpi.plan.layer.attention.core import Attend
+from ptdmpi.plan.layer.attention.exchange import JoinHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import items, operators

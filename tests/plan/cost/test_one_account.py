@@ -84,7 +84,8 @@ def test_guard_and_plan_agree_to_the_byte(scheduled, tensor, kind):
     for recompute, compute, chosen in itertools.product(RECOMPUTED, COMPUTE, SWITCHES):
         config = config_of(kind, tensor, scheduled, recompute, compute, chosen)
         for wide in {False, compute == "bf16"}:
-            guard = Step(MemoryModel.of(config, VOCAB_SIZE, wide), config.layout, 22)
+            kernels = {"wide_products": wide}
+            guard = Step(MemoryModel.of(config, VOCAB_SIZE, kernels=kernels), config.layout, 22)
             ranks = range(config.parallel.pipeline)
             needed = max((guard.peak(rank) for rank in ranks), key=lambda peak: peak.total)
             pricer = pricer_of(config, wide)
@@ -119,7 +120,8 @@ def test_guard_and_plan_agree_where_sequences_are_cut(axes, kind, method):
         parallel = whole.parallel.model_copy(update=cut)
         config = whole.model_copy(update={"parallel": parallel})
         for wide in {False, compute == "bf16"}:
-            guard = Step(MemoryModel.of(config, VOCAB_SIZE, wide), config.layout, 22).largest()[1]
+            memory = MemoryModel.of(config, VOCAB_SIZE, kernels={"wide_products": wide})
+            guard = Step(memory, config.layout, 22).largest()[1]
             plan = pricer_of(config, wide).footprint(config.layout)
             assert plan == guard
             most = pricer_of(whole, wide).footprint(whole.layout).activations

@@ -94,6 +94,7 @@ class ProductAttention(Function):
             here.copy_(work.kernels.product(weights, values[keys]).view(here.shape))
             if keeps:
                 kept.append(weights)
+            del weights  # free it before the scores of the next tile, unless it is kept
         ctx.save_for_backward(q, k, v, *kept)
         return out, logsumexp
 
@@ -125,12 +126,14 @@ class ProductAttention(Function):
             dscores = torch.ops.aten._softmax_backward_data(
                 dweights, weights.to(dweights.dtype), -1, dweights.dtype
             )
+            del dweights
             if tangent is not None:
                 dscores = tangent.square_().neg_().add_(1.0).mul_(dscores)
             dscores = dscores.to(q.dtype)
             here = dq[queries]
             torch.mul(kernels.product(dscores, key).view(here.shape), scale, out=here)
             dk[keys] += kernels.wide_product(dscores.transpose(-1, -2), query)
+            del weights, tangent, dscores  # free them before the scores of the next tile
         return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype), None
 
 
@@ -178,7 +181,10 @@ def _weighted(
         if logsumexp is not None:
             here = logsumexp[queries]
             here.copy_(products.logsumexp(-1).view(here.shape))
-        yield WeightedTile(queries, keys, products.softmax(-1).to(q.dtype), tangent)
+        weights = products.softmax(-1).to(q.dtype)
+        del products  # free the scores before the caller uses the probabilities
+        yield WeightedTile(queries, keys, weights, tangent)
+        del weights, tangent
 
 
 def tile_scores(

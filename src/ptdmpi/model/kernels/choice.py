@@ -31,6 +31,11 @@ class AttentionByLibrary:
 
     whole_from: float = math.inf
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Return the fields of the planner's `Software` that this attention sets: none."""
+        return {}
+
 
 @dataclass(frozen=True)
 class AttentionByProducts:
@@ -48,10 +53,15 @@ class AttentionByProducts:
     fpmath: bool = False
 
     @property
-    def kept_block(self) -> int:
-        """Return the number of queries in a block if probabilities are saved for the backward pass,
-        otherwise 0."""
-        return self.block * self.keeps
+    def blocks(self) -> dict[str, int]:
+        """Return the fields of the planner's `Software` that this attention sets: the number of
+        queries in a block of the forward pass, of the backward pass, and of the saved
+        probabilities; 0 if there are no such blocks."""
+        return {
+            "forward_block": 0 if self.library_forward else self.block,
+            "backward_block": self.block,
+            "kept_block": self.block if self.keeps else 0,
+        }
 
 
 HostAttention = AttentionByLibrary | AttentionByProducts

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.model.sequence.context import ContextAxis
-from ptdmpi.plan.layer.context import key_copies
+from ptdmpi.plan.layer.attention.shape import key_copies
 
 
 def part_of_heads(

@@ -9,7 +9,7 @@ fp16 or bf16, a float32 copy of the gradient is added. With S shards and 16-bit 
 takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from operator import mul
@@ -81,12 +81,6 @@ def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
     return sharing.weight_shards, sharing.gradient_shards, *whole_update
 
 
-def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
-    """Return the `Software` that describes this trainer with the settings of a run."""
-    changes = {"wide_products": wide_products, "kept_block": kept_block}
-    return TRAINER.model_copy(update={**changes, "repeats_keys": not on_host})
-
-
 class MemoryModel:
     """The memory of one model in one compute type, as the program `software` trains it. Results
     that layouts share are cached.
@@ -129,17 +123,15 @@ class MemoryModel:
         cls,
         config: Config,
         vocab_size: int,
-        wide_products: bool = False,
         *,
+        kernels: Mapping[str, int] | None = None,
         on_host: bool = True,
-        kept_block: int = 0,
         nodes: int = 1,
     ) -> "MemoryModel":
-        """Return the memory model for a training on `nodes` nodes. `wide_products` is True if
-        matrices in fp16 and bf16 are multiplied in float32. `kept_block` is the number of queries
-        in a block whose attention probabilities are kept for the backward; 0 if none are kept."""
+        """Return the memory model for a training on `nodes` nodes. `kernels` has the fields of
+        `Software` that the run's kernels set, such as `wide_products` and `kept_block`."""
         named = (config.model, vocab_size, config.precision.compute)
-        software = _ours(wide_products, kept_block, on_host)
+        software = TRAINER.model_copy(update={**(kernels or {}), "repeats_keys": not on_host})
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:

@@ -3,7 +3,7 @@ settings with which it would fit."""
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,19 +47,15 @@ class Step:
         cls,
         config: Config,
         vocab_size: int,
-        wide_products: bool = False,
         *,
+        kernels: Mapping[str, int] | None = None,
         on_host: bool = True,
-        kept_block: int = 0,
         nodes: int = 1,
     ) -> "Step":
         """Return the `Step` of a complete configuration (a result of `resolve`) on `nodes` nodes.
-        `wide_products` is True if matrices in fp16 and bf16 are multiplied in float32. `kept_block`
-        is the number of queries in a block whose attention probabilities are kept for the backward;
-        0 if none are kept. `on_host` is True if the model is trained on CPUs."""
-        memory = MemoryModel.of(
-            config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block, nodes=nodes
-        )
+        `kernels` has the fields of `Software` that the run's kernels set. `on_host` is True if the
+        model is trained on CPUs."""
+        memory = MemoryModel.of(config, vocab_size, kernels=kernels, on_host=on_host, nodes=nodes)
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))
         offloads = not (replicas_differ(section) or whole)

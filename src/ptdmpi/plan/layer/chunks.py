@@ -34,10 +34,12 @@ def norm_programs(rows: int) -> int:
     return max(1, min(NORM_PROGRAMS, -(-rows // NORM_ROWS)))
 
 
-def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:
-    """Return the number of scores that are computed at once for a block of queries. If a block has
-    at most BLOCK_SCORES scores over all `heads` heads, all heads are computed at once. Otherwise,
-    as many heads as BLOCK_SCORES allows are computed at once, but at least one group of `group`
-    heads."""
-    block = min(QUERY_BLOCK, queries) * keys
+def scores_at_once(
+    queries: int, keys: int, *, heads: int, group: int, most: int = QUERY_BLOCK
+) -> int:
+    """Return the number of scores that are computed at once for a block of at most `most` of
+    `queries` queries. If a block has at most BLOCK_SCORES scores over all `heads` heads, all heads
+    are computed at once. Otherwise, as many heads as BLOCK_SCORES allows are computed at once, but
+    at least one group of `group` heads."""
+    block = min(most, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

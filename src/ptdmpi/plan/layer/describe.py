@@ -22,8 +22,9 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import EXPERTS, targets_of
 from ptdmpi.config.kinds import LayerKind
 from ptdmpi.config.model import SUBLAYERS
-from ptdmpi.plan.layer.attention import Attend, SplitHeads
-from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
+from ptdmpi.plan.layer.attention.core import Attend
+from ptdmpi.plan.layer.attention.exchange import DealHeads, GatherKeys, JoinHeads
+from ptdmpi.plan.layer.attention.heads import SplitHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.ends import (
     AddRows,

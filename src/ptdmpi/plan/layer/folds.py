@@ -217,10 +217,23 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
         own = [item for row in sublayer.operators for item in row.kept(sizes, mode)]
         gone += total_bytes(own)
         operands += operand_bytes(sublayer.operators, sizes)
-    if mode == "full":  # the recomputation ends when the last dropout mask is drawn
-        works = max(works, again + rows[-1].drawing_bytes(sizes))
+    if mode == "full":
+        works = max(works, _redrawing_bytes(rows, sizes, again))
     values = _value_bytes(rows, sizes)
     return LayerBytes(stays, works + values, max(works, input_works) + values)
+
+
+def _redrawing_bytes(rows: Rows, sizes: Sizes, again: int) -> int:
+    """Return the most bytes that a full recomputation of a layer needs while it draws a dropout
+    mask. `again` is the bytes of the tensors that are recomputed. At this moment, the tensors of
+    later operators are not yet there."""
+    most = 0
+    later = 0
+    for row in reversed(rows):
+        if drawing := row.drawing_bytes(sizes):
+            most = max(most, again - later + drawing)
+        later += total_bytes(row.kept(sizes, "full"))
+    return most
 
 
 def _value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:

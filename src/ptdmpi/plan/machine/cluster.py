@@ -126,6 +126,9 @@ class Software(FrozenTable):
     converted to float32 before they are multiplied, as on a CPU without instructions for these
     types. `kept_block`: causal attention keeps its probabilities for the backward, in blocks of
     this number of queries; 0 means that the backward computes the probabilities again.
+    `forward_block` and `backward_block`: a CPU computes the forward and the backward of causal
+    attention by matrix products, in blocks of this number of queries; 0 means that it uses a fused
+    kernel, which holds few scores at a time.
     `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys and values
     for each query head, because the kernels of GPUs require this. `triton`: the kinds of kernels
     that this trainer computes in Triton, each in one pass over memory. `launch_s` is the host's
@@ -146,6 +149,8 @@ class Software(FrozenTable):
     tied_gradients_apart: bool
     wide_products: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
+    forward_block: Annotated[int, Field(ge=0)] = 0
+    backward_block: Annotated[int, Field(ge=0)] = 0
     repeats_keys: bool = False
     triton: Annotated[tuple[TritonKind, ...], Field(strict=False)] = ()
     # `launch_s` of this trainer, as measured by benchmarks/planning/host_time.py

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.plan.layer.attention import Attend
-from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
+from ptdmpi.plan.layer.attention.core import Attend
+from ptdmpi.plan.layer.attention.exchange import DealHeads, GatherKeys, JoinHeads
 from ptdmpi.plan.layer.describe import LayerBuild, Sublayer, norm_part
 from ptdmpi.plan.layer.latent.operators import (
     EXPANSION,

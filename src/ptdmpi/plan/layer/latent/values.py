@@ -10,7 +10,8 @@ with values that are not filled up.
 from collections.abc import Iterator
 
 from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass
-from ptdmpi.plan.layer.context import CoreShape, core_shape, queries_at_once
+from ptdmpi.plan.layer.attention.blocks import queries_at_once
+from ptdmpi.plan.layer.attention.shape import CoreShape, core_shape
 from ptdmpi.plan.layer.sizes import Sizes
 
 

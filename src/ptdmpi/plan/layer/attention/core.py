@@ -1,13 +1,12 @@
-"""The operators of attention between its two linear layers."""
+"""The attention core: scores, softmax, and the weighted sum of values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config import ModelConfig
 from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.layer.account import (
-    Elementwise,
     FusedAttention,
     Item,
     Kernel,
@@ -16,22 +15,17 @@ from ptdmpi.plan.layer.account import (
     Message,
     Phase,
 )
-from ptdmpi.plan.layer.balance import imbalance
-from ptdmpi.plan.layer.chunks import QUERY_BLOCK
-from ptdmpi.plan.layer.context import (
-    CoreShape,
-    RingCore,
-    capped_block_bytes,
-    core_shape,
+from ptdmpi.plan.layer.attention.blocks import (
     in_blocks,
-    keeps_outputs,
     kept_probabilities,
+    product_bytes,
     queries_at_once,
 )
-from ptdmpi.plan.layer.elementwise import norm_backward, norm_operands, norm_statistics
+from ptdmpi.plan.layer.attention.ring import RingCore
+from ptdmpi.plan.layer.attention.shape import CoreShape, core_shape, keeps_outputs
+from ptdmpi.plan.layer.balance import imbalance
 from ptdmpi.plan.layer.latent.values import filled_bytes, filling, fills_values, kept_filled
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
-from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.sizes import Sizes
 
 # Megatron-LM of 2021 fuses scaling, mask and softmax if there are at most FUSED_KEYS keys, and if
@@ -44,135 +38,6 @@ FUSED_HEADS = 4
 # precision; in the backward they first copy the masked gradient.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
-
-
-@dataclass(frozen=True)
-class SplitHeads(Operator):
-    """The output of attention's first linear layer, [positions, sequences, (query heads + 2 key
-    heads) of this rank x head size] -> queries, keys and values by head, normalised and rotated.
-
-    `norms` has the norm of queries and the norm of keys, or is empty if the model has no such
-    norms. Each norm is over one head (Dehghani et al. 2023, arXiv 2302.05442, section 2), or, if
-    `joins_heads` is True, over all heads together (Muennighoff et al. 2024, arXiv 2409.02060,
-    section 2). `rotates` is True if the model has RoPE (Su et al. 2021, arXiv 2104.09864).
-    """
-
-    norms: tuple[tuple[str, Norm], ...] = ()
-    rotates: bool = False
-    joins_heads: bool = False
-
-    def parts(self) -> dict[str, Part]:
-        return dict(self.norms)
-
-    def refuses(self, layout: Layout) -> str | None:
-        # the norm covers all heads, but each tensor-parallel rank has only some of them
-        if self.joins_heads and layout.tensor > 1:
-            return (
-                f'model.qk_norm = "all" normalises all heads together, but parallel.tensor = '
-                f"{layout.tensor} divides them; legal: tensor = 1"
-            )
-        return None
-
-    def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
-        if a single norm covered both queries and keys."""
-        if not self.norms:
-            return
-        heads, kv_heads = sizes.priced_heads
-        each = sizes.tokens * sizes.model.head_size
-        e = sizes.compute_bytes
-        name: str = sizes.model.norm
-        moved: tuple[int, ...] = (2 * e,)
-        if backward:
-            name = f"{name}_backward"
-            moved = (3 * e, 2 * e, 3 * e)
-        yield Elementwise(name, each * (heads + kv_heads), moved)
-        yield Elementwise(name, each * kv_heads, moved, priced=False)
-
-    def rotations(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the rotation: one in Triton, or two products, a difference and a
-        sum. Queries and keys are rotated as one tensor, or as two tensors if each of them has a
-        norm. No time is counted for these kernels (`priced` is False), because the time of other
-        kernels includes it."""
-        if not self.rotates:
-            return
-        heads, kv_heads = sizes.priced_heads
-        rotations: tuple[int, ...] = (heads + kv_heads,)
-        if self.norms:
-            rotations = heads, kv_heads
-        for count in rotations:
-            moved = _moved_bytes(sizes, count)
-            if sizes.by_triton("rope"):
-                yield MemoryPass(moved, priced=False)
-                continue
-            # each product reads and writes all elements; each other kernel reads two halves and
-            # writes one half
-            yield MemoryPass(2 * moved * (1 + 0.75), launches=4, priced=False)
-
-    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of norms and rotation. If queries and keys are rotated, values are
-        copied, because a view of them would keep the whole output of the linear layer in memory."""
-        yield from self._normalised(sizes, backward=False)
-        yield from self.rotations(sizes)
-        if self.rotates:
-            _, kv_heads = sizes.priced_heads
-            yield MemoryPass(_moved_bytes(sizes, kv_heads), priced=False)
-
-    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that join the gradients of queries, keys and values, and the kernels of
-        the backward of norms and rotation. If queries and keys were rotated together, their
-        gradients are joined before the rotation's backward."""
-        yield from self._normalised(sizes, backward=True)
-        yield from self.rotations(sizes)
-        heads, kv_heads = sizes.priced_heads
-        if self.rotates and not self.norms:
-            yield MemoryPass(_moved_bytes(sizes, heads + kv_heads), priced=False)
-        yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
-
-    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the input and the statistics of the norms of queries and keys. The whole output of
-        the first linear layer is kept as input, because queries and keys are views of it."""
-        if not self.norms:
-            return
-        heads, kv_heads = sizes.local_heads
-        size = sizes.tokens * (heads + 2 * kv_heads) * sizes.model.head_size
-        yield Item("attention.query_key_norms.input", size, sizes.compute_bytes)
-        rows = sizes.tokens * (2 if self.joins_heads else heads + kv_heads)
-        yield norm_statistics(sizes, "attention.query_key_norms", rows)
-
-    def operands(self, sizes: Sizes) -> Iterator[Item]:
-        for name, norm in self.norms:
-            yield from norm_operands(sizes, name, norm)
-
-    def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward: the bytes of the gradient of the input, and of
-        the tensors that the backwards of the rotation and of the norms need.
-
-        The gradients of queries and keys are joined before a rotation, and the rotation writes two
-        tensors of their size (in Triton, one). The backward of the queries' norm comes last; at
-        this point, the gradients of queries and keys are also in memory. For a program without
-        FlashAttention (Megatron-LM of 2021) the result is 0: its published list of a layer's
-        tensors (Korthikanti et al. 2022) does not include these tensors.
-        """
-        if not sizes.fused_attention:
-            return 0
-        heads, kv_heads = sizes.local_heads
-        each, c = sizes.tokens * sizes.model.head_size, sizes.compute_bytes
-        joined = each * (heads + 2 * kv_heads) * c
-        both = each * (heads + kv_heads) * c
-        if self.norms:
-            return both + max(joined, norm_backward(sizes, each * heads))
-        if self.rotates and not sizes.by_triton("rope"):
-            return both + max(joined, 2 * both)
-        if self.rotates:
-            return both + joined
-        return joined
-
-
-def _moved_bytes(sizes: Sizes, heads: int) -> int:
-    """Return the number of bytes that a kernel moves if it reads and writes `heads` heads at all
-    positions."""
-    return 2 * sizes.tokens * heads * sizes.model.head_size * sizes.compute_bytes
 
 
 @dataclass(frozen=True)
@@ -370,10 +235,11 @@ class Attend(Operator):
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
-        if sizes.operand_bytes > each:
+        by_products = product_bytes(sizes, backward=False)
+        if sizes.operand_bytes > each and not by_products:
             each += sizes.operand_bytes
         width = core_shape(sizes).heads * sizes.key_value_size
-        scores = capped_block_bytes(sizes) + filled_bytes(sizes, backward=False)
+        scores = by_products + filled_bytes(sizes, backward=False)
         if sizes.model.attention_dropout > 0.0:
             # while the mask is drawn, the softmax of the scores is in float32 or float64
             scores = self.drawing_bytes(sizes)
@@ -408,11 +274,11 @@ class Attend(Operator):
             operands = max(operands, stored * sizes.wide_bytes)
         if in_blocks(sizes):
             operands = max(operands, self._blocked_bytes(sizes))
-        if self._has_output_again(sizes):
+        if by_products := product_bytes(sizes, backward=True):
+            operands = by_products
+        elif self._has_output_again(sizes):
             operands += rows * model.value_size * sizes.compute_bytes
-        if model.attention_softcap:
-            operands = max(operands, self._capped_bytes(sizes))
-        return operands + capped_block_bytes(sizes) + filled_bytes(sizes, backward=True)
+        return operands + filled_bytes(sizes, backward=True)
 
     def _has_output_again(self, sizes: Sizes) -> bool:
         """Return True if the kernel's backward reads the output of attention, and `backward_bytes`
@@ -435,18 +301,6 @@ class Attend(Operator):
         block = queries_at_once(sizes)
         rows = shape.heads * (both * _rows(sizes) + 3 * d * block * sizes.layout.micro_size)
         return (rows + 2 * both * shape.kv_heads * sizes.keys) * sizes.operand_bytes
-
-    def _capped_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward if scores are capped. They are the bytes of
-        three groups of tensors: contiguous copies of the operands and of the output's gradient; the
-        gradients of the operands; and the queries and output gradients of one block. The gradients
-        of keys and values are in float32 or float64."""
-        shape, both, c = core_shape(sizes), sizes.key_value_size, sizes.compute_bytes
-        block = min(QUERY_BLOCK, shape.queries) * sizes.layout.micro_size
-        queries = _rows(sizes) * sizes.model.head_size
-        rows = shape.heads * (queries + both * (_rows(sizes) + block))
-        keys = shape.kv_heads * sizes.keys * both
-        return rows * c + keys * (c + sizes.wide_bytes)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that are needed to draw the dropout mask of the attention

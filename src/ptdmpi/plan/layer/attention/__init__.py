@@ -1,0 +1,1 @@
+"""The operators of attention between its two linear layers."""

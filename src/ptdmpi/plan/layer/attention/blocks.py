@@ -1,0 +1,107 @@
+"""Attention in blocks of queries: the number of queries in a block, and the memory of a block."""
+
+from ptdmpi.plan.layer.attention.shape import core_shape
+from ptdmpi.plan.layer.chunks import EARLIER_BLOCK, QUERY_BLOCK, scores_at_once
+from ptdmpi.plan.layer.sizes import Sizes
+
+
+def in_blocks(sizes: Sizes) -> bool:
+    """Return True if the model runs on a CPU, and the CPU computes attention in blocks of queries,
+    with one kernel for each block."""
+    model = sizes.model
+    is_cut = core_shape(sizes).queries < model.seq_length or model.sliding_window > 0
+    is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
+    return sizes.on_host and sizes.fused_attention and (is_cut or is_long)
+
+
+def queries_at_once(sizes: Sizes) -> int:
+    """Return the number of queries of a head whose gradients one kernel computes."""
+    queries = core_shape(sizes).queries
+    if not in_blocks(sizes):
+        return queries
+    if queries < sizes.model.seq_length and not sizes.model.sliding_window:
+        return min(EARLIER_BLOCK, queries // 2)  # this rank has two runs of queries
+    return min(QUERY_BLOCK, queries)
+
+
+def kept_probabilities(sizes: Sizes) -> int:
+    """Return the number of attention probabilities per head that the forward of a microbatch keeps
+    for the backward.
+
+    The probabilities are kept in blocks of queries. A block has all keys up to the position of its
+    last query, including keys that are outside the window or in other documents.
+    """
+    model, block = sizes.model, sizes.software.kept_block
+    if model.attention != "causal" or model.attention_softcap:
+        return 0
+    count = 0
+    # count the queries of the first context-parallel rank; in zigzag order all ranks have equally
+    # many
+    runs = [range(model.seq_length)]
+    if core_shape(sizes).queries < model.seq_length:
+        chunk = model.seq_length // (2 * sizes.layout.context)
+        runs = [range(chunk), range(model.seq_length - chunk, model.seq_length)]
+    for run in runs:
+        for first in range(run.start, run.stop, block):
+            end = min(first + block, run.stop)
+            count += end * (end - first)
+    return count * sizes.layout.micro_size
+
+
+def product_bytes(sizes: Sizes, backward: bool) -> int:
+    """Return the working bytes of attention by matrix products over blocks of queries, in its
+    forward, or in its backward if `backward` is True. The result is 0 if a fused kernel computes
+    the attention.
+
+    The forward has copies of queries and keys in float32 or float64 and a copy of values. The
+    backward has also copies of queries, keys and output gradients in their own type, and the
+    gradients of queries, keys, values and outputs; those of keys and values are in float32 or
+    float64. Scores are in float32 or float64, their gradients in the type of matrix products, and
+    probabilities in the type of the operands.
+    """
+    block = _product_block(sizes, backward)
+    if not block:
+        return 0
+    model, shape = sizes.model, core_shape(sizes)
+    c, wide, operand = sizes.compute_bytes, sizes.wide_bytes, sizes.operand_bytes
+    batch, d, v = sizes.layout.micro_size, model.head_size, model.value_size
+    rows, keys = shape.heads * shape.queries * batch, shape.kv_heads * sizes.keys
+    group = model.heads // model.kv_heads
+    scores = scores_at_once(
+        shape.queries,
+        model.seq_length,
+        heads=shape.heads * batch,
+        group=group * batch,
+        most=block,
+    )
+    # each score: its tanh if scores have a cap, its value, its exponential, and its probability if
+    # that has a type of its own
+    capped = wide if model.attention_softcap else 0
+    softmax = capped + 2 * wide + (c if c < wide else 0)
+    copies = (rows + keys) * d * wide + keys * v * c
+    if not backward:
+        return copies + max(scores * softmax, rows * d * wide)
+    copies += (rows * (2 * d + 2 * v) + keys * d) * c + keys * (d + v) * wide
+    # one product of a block for the gradients of keys or values
+    added = scores // (group * min(block, shape.queries)) * max(d, v) * wide
+    # the probability, a copy in the type of the products, and the gradients of both
+    derivative = capped + c + 2 * operand + (operand if c < operand else 0)
+    return copies + scores * max(softmax, derivative) + added
+
+
+def _product_block(sizes: Sizes, backward: bool) -> int:
+    """Return the number of queries in a block if matrix products compute the attention, otherwise
+    0. Attention with a soft cap is always computed by products; without a causal mask, its block
+    has all queries."""
+    model, software = sizes.model, sizes.software
+    if model.attention_dropout > 0.0 or not sizes.fused_attention:
+        return 0
+    chosen = software.backward_block if backward else software.forward_block
+    is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
+    if not (sizes.on_host and is_long):
+        chosen = 0
+    if not model.attention_softcap:
+        return chosen
+    if model.attention != "causal":
+        return core_shape(sizes).queries
+    return chosen or QUERY_BLOCK

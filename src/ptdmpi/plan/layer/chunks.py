@@ -37,7 +37,7 @@ def norm_programs(rows: int) -> int:
 def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:
     """Return the number of scores that are computed at once for a block of queries. If a block has
     at most BLOCK_SCORES scores over all `heads` heads, all heads are computed at once. Otherwise,
-    as many heads as BLOCK_SCORES allows are computed at once, but at least one group of `group`
-    heads."""
+    as many heads as BLOCK_SCORES allows are computed at once, but at least the `group` query heads
+    that share a key head."""
     block = min(QUERY_BLOCK, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

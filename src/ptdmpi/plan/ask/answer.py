@@ -51,7 +51,8 @@ class Reply:
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """Return the text that `ptdmpi ask` prints: the short answer, the table and the notes."""
+        """Return the answer as the text that `ptdmpi ask` prints: the short answer, the table and
+        the notes."""
         table = ["", *lines(self.rows)] if self.rows else []
         return "\n".join([self.short, *table, *(["", *self.notes] if self.notes else [])])
 

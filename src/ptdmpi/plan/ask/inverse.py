@@ -51,8 +51,9 @@ def days_answer(
     taken: float | None = None,
     utilisation: float | None = None,
 ) -> Reply:
-    """Return the model FLOPs utilisation (MFU) of a training on `tokens` tokens that takes `taken`
-    days, or the duration of a training with the MFU `utilisation` (a fraction).
+    """Return the answer about a training on `tokens` tokens with `ranks` ranks. If the training
+    takes `taken` days, the answer is its model FLOPs utilisation (MFU). If `utilisation` is its MFU
+    (a fraction), the answer is the duration.
 
     Raises InputError unless exactly one of `taken` and `utilisation` is given. Also raises
     InputError if the training would need more FLOP/s than the device's peak.
@@ -143,14 +144,14 @@ class Loss(NamedTuple):
 
 
 def optimal(flops: float) -> float:
-    """Return the number of parameters N for a budget of C = `flops` = 6 N D, if the number of
-    tokens D is 20 N."""
+    """Return the number of parameters N for a budget of `flops` = 6 N D FLOPs, if the number of
+    tokens D is 20 N (`TOKENS_PER_PARAMETER`)."""
     return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
 
 
 def size_answer(flops: float) -> Reply:
-    """Return the best size of a model for a budget of `flops` FLOPs, the presets closest to this
-    size, and a curve of the loss by model size."""
+    """Return the answer with the best size of a model for a budget of `flops` FLOPs, the presets
+    closest to this size, and a curve of the loss by model size."""
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
     sizes = {

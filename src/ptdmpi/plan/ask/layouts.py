@@ -1,5 +1,5 @@
-"""The answer of `ptdmpi plan`, with explanations: the fastest layouts of a model on a cluster, or
-the price (step time and memory) of a given layout."""
+"""The answer of `ptdmpi plan`. The answer has the fastest layouts of a model on a cluster, or the
+price (step time and memory) of a given layout, with explanations."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,11 +37,11 @@ class LayoutRequest:
     If `tokens` is given, the answer has the duration and the rank-hours of the training. `lora` is
     the rank of LoRA adapters on a frozen model. `base_bits` is the quantized format of the frozen
     matrices, and `base_block` is the number of elements that share one scale. A search keeps
-    `headroom` percent of a device's memory free. If `order` is "simplest", the first layout is the
-    simplest among the layouts that are almost as fast as the fastest one. If `order` is "best", the
-    first layout is the fastest. If a setting of the layout is None, the search chooses it. If
-    `layout` is given, a setting that is None has the default of `Layout`. There are two exceptions:
-    for `sequence_parallel` and `scatter_gather`, the faster value is chosen.
+    `headroom` percent of a device's memory free. If `order` is "simplest", the first layout of the
+    answer is the simplest among the layouts that are almost as fast as the fastest one. If `order`
+    is "best", the first layout is the fastest. If a setting of the layout is None, the search
+    chooses it. If `layout` is given, a setting that is None has the default of `Layout`. There are
+    two exceptions: for `sequence_parallel` and `scatter_gather`, the faster value is chosen.
     """
 
     model: str

@@ -1,10 +1,10 @@
 """The savings and the costs of communication-efficient data-parallel methods on a cluster.
 
 A method that does not sum the complete gradients of all replicas changes the update of the weights,
-so a training may need more steps. The answer gives the time of a step and a break-even percentage.
-If the method needs this many percent more steps, the training takes as long as with complete
-gradients. If the break-even percentage is large, the method may save time, but only a training can
-show how many more steps the method really needs.
+so a training may need more steps. The answer gives the time of a step with the method, and a
+break-even percentage. If the method needs this many percent more steps, the training takes as long
+as with complete gradients. With a large break-even percentage, the method may save time, but only a
+training can show how many more steps the method really needs.
 """
 
 from collections.abc import Iterator
@@ -66,9 +66,9 @@ def sections() -> Iterator[tuple[str, DataParallelConfig]]:
 
 
 def answer(pricer: Pricer, layout: Layout) -> Reply:
-    """Return a comparison of the methods in METHODS: their step times, sent bytes and memory in one
-    layout. Raises InputError if the layout has only one replica, or if it shards the optimizer
-    state."""
+    """Return an answer that compares the methods in METHODS: their step times, sent bytes and
+    memory in one layout. Raises InputError if the layout has only one replica, or if it shards the
+    optimizer state."""
     if layout.data == 1:
         raise InputError(
             f"layout {layout}: with d = 1 nothing is sent over the data axis; legal: a --layout "

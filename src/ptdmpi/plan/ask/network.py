@@ -123,8 +123,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
     """Return pairs (name, pricer): first the cluster itself, then the changed machines. Networks of
     two tiers, with pods of `pod_nodes` nodes, are included unless `pod_nodes` is None.
 
-    Raises InputError for a measured machine, whose message times are tables and not rates that
-    could be changed.
+    Raises InputError for a measured machine, because it has tables of message times instead of
+    rates that could be changed.
     """
     cluster = pricer.cluster
     precision = pricer.machine.dtype

@@ -79,11 +79,11 @@ def answer(
     days: float | None = None,
     price: float | None = None,
 ) -> Reply:
-    """Return the number of ranks, up to `most`, on which a training with `tokens` tokens is
-    cheapest.
+    """Return the answer with the number of ranks, up to `most`, on which a training with `tokens`
+    tokens is cheapest.
 
-    `days` is the deadline, and `price` is the price of a rank-hour; each may be None. Raises
-    InputError if no layout fits, or no training ends in time.
+    `days` is the deadline in days, or None if there is no deadline. `price` is the price of a
+    rank-hour, or None. Raises InputError if no layout fits, or no training ends in time.
     """
     devices = pricer.cluster.node.devices
     count = parameter_count(pricer.model.config, pricer.model.vocab_size)

@@ -23,7 +23,8 @@ def batches(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
 
 def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
     """Return pricers of the same model with other sequence lengths, as a dict from the length in
-    tokens to the pricer. The number of tokens in a step is the same for all of them.
+    tokens to the pricer. All pricers have the same number of tokens in a step, so the batch changes
+    with the length.
 
     Raises InputError if the number of tokens in a step is not a multiple of a length.
     """
@@ -43,7 +44,7 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
 
 def answer(pricers: Mapping[int, Pricer], ranks: int, over: str) -> Reply:
     """Return the best layout on `ranks` ranks for each pricer. The keys of `pricers` are batch
-    sizes or sequence lengths; `over` says which: "batch" or "sequence length".
+    sizes (`over` is "batch") or sequence lengths (`over` is "sequence length").
 
     Raises InputError if there is no pricer for which a layout fits.
     """

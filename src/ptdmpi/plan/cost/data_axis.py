@@ -36,8 +36,8 @@ VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch iss
 
 class InOps(NamedTuple):
     """The seconds of the messages during a stage's forward and backward of one microbatch. `last_s`
-    is the seconds of the last unit's messages, which cannot overlap with computation because no op
-    follows them in the step."""
+    is the seconds of the last unit's messages, which cannot overlap with computation, because no
+    forward or backward follows them in the step."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -53,12 +53,13 @@ class Behind(NamedTuple):
 
 
 class StagePlaces(NamedTuple):
-    """The properties of a stage that determine the messages during its ops under ZeRO 2 or 3.
+    """The properties of a stage that determine the messages during its ops (forwards and backwards)
+    under ZeRO 2 or 3.
 
     `held` is the stage's part of the model. `gathers_weights` is True under ZeRO 3. `group` is the
     shard group. `stays` is the number of places (embedding, layers or head) whose gathered weights
-    are still in memory when an op begins. `gathers` is the number of times that DeepSpeed gathers a
-    tensor for a microbatch."""
+    are still in memory from the previous op when an op begins. `gathers` is the number of times
+    that DeepSpeed gathers a tensor for a microbatch."""
 
     held: ModelPart
     gathers_weights: bool
@@ -127,9 +128,9 @@ class DataAxis:
 
     def _dense_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds that ranks with different experts need to sum the gradients of all
-        parameters outside experts. A rank has `elements` gradients. If the state is sharded, it
-        sums only its shard of them. The estimate assumes that the fraction of parameters outside
-        experts is the same in embedding and head as in the layers."""
+        parameters outside experts. A rank has `elements` gradients. If the state is sharded, a rank
+        sums only its shard of these gradients. The estimate assumes that the fraction of parameters
+        outside experts is the same in embedding and head as in the layers."""
         dense = self._dense_elements(layout.tensor)
         if layout.expert_tokens == 1 or not dense:
             return 0.0
@@ -175,7 +176,8 @@ class DataAxis:
 
     def _norms_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds that ranks need to gather the norms of sharded gradients. There is one
-        norm for each block of `ALIGNMENT` elements; a block is never divided between two shards."""
+        norm for each block of `ALIGNMENT` elements, because a block is never divided between two
+        shards."""
         if layout.shards == 1 or self.cluster.software.zero_unit == "tensor":
             return 0.0
         return self.machine.all_gather_s(
@@ -184,7 +186,7 @@ class DataAxis:
 
     def _ends_s(self, layout: Layout) -> float:
         """Return the seconds that the first and the last stage need to sum the gradients of a tied
-        table. If gradients are sharded, each rank sums only its shard of them."""
+        table. If gradients are sharded, each rank sums only its shard of the table's gradients."""
         if layout.pipeline == 1 or not self.model.shares_table or self.model.adapt.adapts:
             return 0.0
         one_node = layout.ranks <= self.cluster.node.devices
@@ -193,15 +195,15 @@ class DataAxis:
     def _counted_tied_s(self, tensor: int, shards: int, one_node: bool) -> float:
         """Return the seconds in which two ranks, on one node or on two nodes, sum their gradients
         of a tied table. The table is divided among `tensor` tensor-parallel ranks, and the slice of
-        a rank is divided into `shards` shards, of which the two ranks sum one."""
+        a rank is divided into `shards` shards. The two ranks sum one of these shards."""
         table = self._table_elements(tensor) * self.gradient_bytes / shards
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 
     # -- in the ops ------------------------------------------------------------------------------
 
     def in_ops(self, layout: Layout, stage: ModelPart) -> InOps:
-        """Return the seconds of ZeRO's messages during the ops of one microbatch in a stage. Under
-        ZeRO 0 and 1, no messages are sent during ops."""
+        """Return the seconds of ZeRO's messages during the ops (forward and backward) of one
+        microbatch in a stage. Under ZeRO 0 and 1, no messages are sent during ops."""
         if not layout.shards_gradients:
             return InOps()
         places = StagePlaces(
@@ -281,8 +283,8 @@ class DataAxis:
                 (frozen,) = self._frozen(layer)
                 gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
                 whole_s, most_s = whole_s + count * gathered_s, max(most_s, gathered_s)
-        # in the forward and in the backward, the weights of one layer are still in memory and need
-        # no gather
+        # in the forward and in the backward, the weights of one layer are still in memory from the
+        # previous op and need no gather
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:

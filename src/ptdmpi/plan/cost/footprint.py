@@ -12,7 +12,7 @@ class Footprint:
 
     weights: float
     gradients: float
-    optimizer: float  # moments, and master weights if the weights are in a half type
+    optimizer: float  # moments, and master weights if the weights are in fp16 or bf16
     activations: float
     working: float  # the working memory of one backward pass
     runtime: float = 0.0  # the context of the device, and the buffers of its messages

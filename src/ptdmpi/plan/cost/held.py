@@ -19,9 +19,9 @@ OF_EXPERTS = " experts"  # the name of a unit that consists of experts ends with
 
 
 class HeldParts:
-    """The stages and parts of a model that each rank of a layout holds. A place is the embedding, a
-    layer or the head. `ends` has the parts of the embedding and of the head by name, and `of_kind`
-    has the parts of each kind of layer."""
+    """The stages and parts (linear layers, norms and tables) of a model that each rank of a layout
+    holds. A place is the embedding, a layer or the head. `ends` has the parts of the embedding and
+    of the head by name, and `of_kind` has the parts of each kind of layer."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor, self.expert = model.config, layout.tensor, layout.expert
@@ -65,9 +65,9 @@ class HeldParts:
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Return the number of weights and biases whose gradient norms a rank contributes to the
-        norm of the whole gradient. For a tied table, only the rank with the first stage contributes
-        a norm."""
+        """Return the number of norms that a rank contributes to the norm of the whole gradient: one
+        norm for the gradient of each weight and of each bias. For a tied table, only the rank with
+        the first stage contributes a norm."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied
@@ -85,8 +85,9 @@ class HeldParts:
     def units(
         self, rank: int, apart: bool, shards: int, trains: bool = True
     ) -> tuple[dict[str, int], dict[str, list[str]]]:
-        """Return (number of elements of each unit, names of the units that each place uses) for a
-        rank. A unit is a set of parameters that data-parallel ranks send in one message.
+        """Return two dicts for the pipeline rank `rank`: the number of elements of each unit, and
+        the names of the units that each place uses. A unit is a set of parameters that
+        data-parallel ranks send in one message.
 
         Numbers of elements are rounded up so that a unit can be divided into `shards` equal shards.
         If `apart` is False, all parts form one unit. If `apart` is True (for ZeRO 2 and 3, and for

@@ -34,10 +34,10 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 
 @dataclass(frozen=True)
 class Seconds:
-    """The times of kernels (`compute`), of the messages for which kernels wait, and of the host,
-    which launches both. The messages are sent over the tensor axis (`messages`), over the context
-    axis (`context`), and to ranks with other experts (`expert`). If the host is slower than the
-    device, kernels start later."""
+    """Three kinds of times, in seconds: of kernels (`compute`), of the messages for which kernels
+    wait, and of the host, which launches kernels and messages. The messages are sent over the
+    tensor axis (`messages`), over the context axis (`context`), and to ranks with other experts
+    (`expert`). If the host is slower than the device, kernels start later."""
 
     compute: float = 0.0
     messages: float = 0.0
@@ -152,8 +152,8 @@ class TensorRank:
 
     def _exposed_s(self, seconds: float, message: Message, overlaps: bool) -> float:
         """Return the part of a message's time `seconds` that does not overlap with kernels. If
-        `overlaps` is True, the message overlaps with the kernels `message.behind`; otherwise it
-        overlaps with none."""
+        `overlaps` is True, the message overlaps with the kernels `message.behind`. Otherwise it
+        overlaps with no kernel."""
         if not overlaps:
             return seconds
         return max(0.0, seconds - sum(self.kernel_s(kernel) for kernel in message.behind))

@@ -17,16 +17,16 @@ and W bytes of master weights, and its codes (compressed gradients or weights) h
 If a decentralized step sends codes instead of weights, each rank sends k C. If a local step sends
 codes, the codes are gathered.
 
-"Squeezed twice" stands for the kinds of error feedback in `SQUEEZED`: each rank is the server of
-one slice of the gradient, averages this slice, and compresses the mean again.
+"Squeezed twice" stands for the kinds of error feedback in `SQUEEZED`. With these, each rank is the
+server of one slice of the gradient: it averages this slice, and compresses the mean again.
 
-The bytes are means over the ranks. In this trainer's ring, every slice of the gradients starts at
-rank 0, so that the ring computes the same sums as all_reduce
+The numbers of bytes in the table are means over the ranks. In this trainer's ring, every slice of
+the gradients starts at rank 0, so that the ring computes the same sums as all_reduce
 (`ptdmpi.engine.data_parallel.pairwise`). In the textbook's ring, each rank starts one slice, and
-there are 2 (n - 1) messages of B / n in a row. The number of latencies in a step is O(n) for both
-rings and for a parameter server, and O(1) for decentralized steps. The number of sent bytes is O(n)
-for a parameter server and for gathered codes. Gathering codes sends less than an all_reduce if C n
-< 2 B.
+there are 2 (n - 1) messages of B / n in a row. The number of messages in a row, each with its own
+latency, is O(n) for both rings and for a parameter server, and O(1) for decentralized steps. The
+number of sent bytes is O(n) for a parameter server and for gathered codes. Gathering codes sends
+less than an all_reduce if C n < 2 B.
 
 The predicted time of encoding and decoding is a lower bound: the time to read and write the values
 in memory. Compressors that select the largest values, or that compute hashes, take longer.
@@ -248,7 +248,7 @@ class MethodAxis(DataAxis):
                 return self._ring_s(sizes, group)
             case "parameter_server":
                 # all messages pass through the link of the server's node, first towards the server
-                # and then away from it; no other rank of this node sends anything
+                # and then away from it. No other rank of this node sends anything
                 size = (n - 1) * sizes.gradients
                 if group.nodes > 1:
                     size *= min(1.0, machine.adapter_share)
@@ -262,7 +262,8 @@ class MethodAxis(DataAxis):
                     told_s += (1 - averaging) * (self._neighbours_s(mixed, group) + sums_s)
                 return told_s
             case "decentralized":
-                # number of codes that a rank handles: its own code and the received codes
+                # number of codes that a rank encodes or decodes: its own code and the received
+                # codes
                 every = 1 + neighbours(section.topology, n)
                 passes = CODING_PASSES + every * PUBLIC_PASSES
                 coding_s = machine.stream_s(passes * sizes.masters)

@@ -1,9 +1,10 @@
 """The time of a pipeline's step, in seconds. The time is computed from two things: the schedule
 that the trainer executes, and the times of the stages.
 
-`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search,
-`makespan_s` works on integers instead of `Op` objects. All tensor-parallel and data-parallel ranks
-do the same work at the same time, so it is enough to simulate one pipeline.
+`makespan_s` visits every op (a forward or backward of one microbatch in one stage) once, like
+`simulate.execute`. To be fast enough for a search, `makespan_s` works on integers instead of `Op`
+objects. All tensor-parallel and data-parallel ranks do the same work at the same time, so it is
+enough to simulate one pipeline.
 """
 
 from dataclasses import dataclass, replace
@@ -231,6 +232,6 @@ class _Pass:
 
 
 def timeline(kind: str, microbatches: int, times: StageTimes, title: str) -> Timeline:
-    """Return the start and the end of each op, for a picture of the step whose time `makespan_s`
-    returns."""
+    """Return a timeline with the start and the end of each op, for a picture of the step whose time
+    `makespan_s` returns."""
     return replace(simulate(_scheduled(kind, times.placed, microbatches), times), title=title)

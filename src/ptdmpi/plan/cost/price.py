@@ -2,7 +2,8 @@
 
 A step consists of the pipeline's schedule, the sum of gradients over the data axis, and the
 optimizer, in this order, as in Megatron-LM and in this trainer. If weights or gradients are
-sharded, the messages that each microbatch needs for them count as part of the schedule's ops.
+sharded, each microbatch needs messages with weights or gradients. These messages count as part of
+the schedule's ops (forwards and backwards).
 """
 
 import copy
@@ -88,8 +89,8 @@ class Price:
 class Pricer:
     """The prices (step time and memory) of layouts, computed for one model and batch on one
     cluster. The time of kernels with the same shape is computed only once for all layouts. `times`
-    has the times of the parts of a step. `usable_bytes` is the amount of a device's memory that a
-    layout may fill."""
+    has the times of the parts of a step. `usable_bytes` is the number of bytes of a device's memory
+    that a layout may fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times
@@ -161,9 +162,10 @@ class Pricer:
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds: the work of a rank in a step, as the mean over the ranks,
-        and the time for which other ranks wait while a rank computes one microbatch in one layer of
-        the fastest kind. Neither time depends on the number of model chunks."""
+        """Return two times in seconds. The first is the work of a rank in a step, as the mean over
+        the ranks. The second is the time for which other ranks wait while a rank computes one
+        microbatch in one layer of the fastest kind. Neither time depends on the number of model
+        chunks per rank."""
         axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
@@ -245,8 +247,9 @@ class Pricer:
         return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def timeline(self, layout: Layout, title: str) -> Timeline:
-        """Return the start and the end of each op in a step, for a picture. The messages of the
-        data axis come after the pipeline, and the optimizer comes after these messages."""
+        """Return a timeline with the start and the end of each op in a step, for a picture. The
+        messages of the data axis come after the pipeline, and the optimizer comes after these
+        messages."""
         microbatches = layout.microbatches(self.batch)
         times = self.times.stage_times(layout, microbatches)
         drawn = pipeline.timeline(layout.schedule, microbatches, times, title)

@@ -125,8 +125,9 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     of memory, the new settings and the memory that the run then needs.
 
     Sets that need no additional ranks come first. Among sets for the same number of ranks, those
-    with fewer changes come first, and then those whose changes add less time to a step. A set is
-    left out if it contains an earlier set, or changes the same keys as an earlier set.
+    with fewer changes come first. Among sets with equally many changes, those that add less time to
+    a step come first. A set is left out if it contains an earlier set, or changes the same keys as
+    an earlier set.
     """
     fitting: list[Keys] = []
     for grown in GROWTHS:
@@ -153,7 +154,8 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 def _least_state_bytes(step: Step) -> float:
     """Return the mean bytes of state per rank, over the ranks that divide the model among
-    themselves. However the model is divided, at least one rank has as many bytes as the mean."""
+    themselves. However the model is divided, at least one rank has at least as many bytes as the
+    mean."""
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:

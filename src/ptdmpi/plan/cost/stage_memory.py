@@ -1,5 +1,5 @@
-"""The memory that a stage needs for one microbatch: the bytes that it keeps between ops, and the
-working memory of its ops."""
+"""The memory that a stage needs for one microbatch: the bytes that it keeps between its ops (such
+as a forward and a backward), and the working memory of its ops."""
 
 import itertools
 from collections.abc import Iterator
@@ -114,8 +114,8 @@ class StageMemory:
     trains the model in the compute type `precision`, on CPUs if `on_host` is True and on GPUs
     otherwise.
 
-    Results that several layouts have in common are computed once. `runs_of` returns the runs of
-    equal layers in a range of layers. `layers_of` returns the layers of each stage of a `Cut`.
+    A result that is the same for several layouts is computed only once. `runs_of` returns the runs
+    of equal layers in a range of layers. `layers_of` returns the layers of each stage of a `Cut`.
     `elements_of` returns the result of `parameters.rank_elements` for (cut, tensor, pipeline rank).
     """
 
@@ -195,8 +195,9 @@ class StageMemory:
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
-        """Return three numbers of parameters of a pipeline rank: all parameters, the trained ones,
-        and those of a tied table that the rank uses twice (see `parameters.rank_elements`)."""
+        """Return three numbers for a pipeline rank: the number of all parameters, the number of
+        trained parameters, and the number of parameters of a tied table that the rank uses twice
+        (see `parameters.rank_elements`)."""
         return self._part_elements(self._part(cut, tensor, rank))
 
     def _joined(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
@@ -214,8 +215,8 @@ class StageMemory:
         return own[self.model.idle(own) :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
-        """Return the bytes of a pipeline rank's frozen weights. `frozen` is their number, and they
-        are divided into `shards` shards.
+        """Return the bytes of a pipeline rank's frozen weights. The rank has `frozen` of these
+        weights, which are divided into `shards` shards.
 
         Quantized weights take the bytes of their codes and scales, which are not sharded.
         """
@@ -265,9 +266,9 @@ class StageMemory:
 
         The op I frees activations and stores operands for W (gradients of the weights). The layer
         that is computed also needs its working memory. Neighbouring layers of one kind and mode of
-        recomputation form a group, and each of them changes the number of bytes by the same amount.
-        Therefore the number of bytes is the largest at one of these moments: at the loss, in the
-        first or the last layer of a group, or at the end of the op.
+        recomputation form a group, and each layer of a group changes the number of bytes by the
+        same amount. Therefore the number of bytes is the largest at one of these moments: at the
+        loss, in the first or the last layer of a group, or at the end of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)

@@ -32,8 +32,8 @@ class StepTimes:
         self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
     ) -> None:
         """Store the cluster and the model. `method` gives the number of optimizer moments per
-        parameter and the size of the receive buffers; its default is the sum of gradients with
-        AdamW. Raises InputError if the device has no peak for `precision`."""
+        parameter and the size of the receive buffers. By default, the ranks sum their gradients,
+        and the optimizer is AdamW. Raises InputError if the device has no peak for `precision`."""
         cluster.device.peak(precision)  # this raises InputError before any other work
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
@@ -112,8 +112,8 @@ class StepTimes:
         self, layout: Layout, counts: Sequence[tuple[LayerKind, int, int]], microbatches: int
     ) -> tuple[Seconds, Seconds]:
         """Return the times of (forward, backward) of some layers for one microbatch. `counts` has,
-        for each run of equal layers, their kind, their number, and the number of these layers that
-        may be recomputed."""
+        for each group of consecutive layers of one kind, the kind, the number of layers, and the
+        number of these layers that may be recomputed."""
         forward = backward = Seconds()
         for kind, count, recomputed in counts:
             layer = self.layer(layout, kind, microbatches)
@@ -145,7 +145,8 @@ class StepTimes:
         return stages
 
     def stage_times(self, layout: Layout, microbatches: int) -> StageTimes:
-        """Return the seconds of each stage's ops and of the messages between stages."""
+        """Return the seconds of each stage's forward and backward, and of the messages between
+        stages."""
         seconds, p = self.stage_seconds(layout, microbatches), layout.pipeline
         count = len(seconds)
         # ways[s] is the seconds of a message between stages s - 1 and s, in either direction. It is
@@ -220,8 +221,9 @@ class StepTimes:
         for which messages over the data axis do not overlap with computation, and the time of the
         optimizer.
 
-        Both times are for the rank with the most parameters. The first time includes the norm of a
-        rank's own gradient, because the measured times of a run count it in the same way.
+        Both times are for the rank with the most trained parameters. The first time includes the
+        time to compute the norm of a rank's own gradient, because the measured times of a run count
+        this time in the same way.
         """
         layers, ranks = self.memory.stages.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.stages.trained(layout, rank) for rank in ranks)
@@ -230,9 +232,9 @@ class StepTimes:
         if layout.dp_overlap:
             forward, backward = self.stage_seconds(layout, microbatches)[0]
             own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
-            # gradients are sent during the last microbatch's backward, except those of the layer
-            # that is computed last; weights are sent during the next step's forward, except those
-            # of the first layer, which are needed immediately
+            # gradients are sent during the last microbatch's backward, except the gradients of the
+            # layer that is computed last. Weights are sent during the next step's forward, except
+            # the weights of the first layer, which are needed immediately
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
             # the last message does not overlap with computation, because no op follows it
@@ -243,7 +245,8 @@ class StepTimes:
 
     def matrices_s(self, layout: Layout, ranks: Sequence[int]) -> float:
         """Return the seconds that Muon needs to update the matrices of a rank. The result is the
-        maximum over the pipeline ranks in `ranks` and over the ranks of their shard groups."""
+        maximum over the pipeline ranks in `ranks` and over the ranks of their shard groups (ranks
+        that divide one copy of the state)."""
         if not self.method.matrices:
             return 0.0
         groups = self.ends(layout).group, self.data.shard_group(layout)
@@ -274,8 +277,8 @@ def splits(layout: Layout) -> bool:
 
 
 def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
-    """Return the times of a layer's backward, which is split if the schedule of `layout` splits
-    backwards."""
+    """Return the times of a layer's backward. If the schedule of `layout` splits backwards, they
+    are the times of a split backward."""
     if splits(layout):
         return layer.split_backward
     return layer.backward

@@ -4,12 +4,13 @@ trainer's counts to the byte.
 Let S be the bytes of one microbatch's activation between two layers. For each microbatch, a
 tensor-parallel rank sums 2 S bytes per layer in the forward, and 2 S in the backward (Shoeybi et
 al. 2019, arXiv 1909.08053, section 3). With sequence parallelism, each sum is replaced by a
-reduce-scatter and a gather. If a linear layer has kept only this rank's slice of its input, the
-input is gathered once more in the backward (Korthikanti et al. 2022, arXiv 2205.05198, section
-4.2.2). For each microbatch, a stage sends S bytes in each direction, or S/t if messages are
-scattered over t tensor-parallel ranks (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
-Data-parallel ranks sum their gradients once in a step. `_data` has the closed forms of ZeRO's
-stages, and `ptdmpi.plan.layout.run_method` has the closed forms of communication-efficient methods.
+reduce-scatter and a gather. A linear layer may keep only this rank's slice of its input for the
+backward. In this case, the input is gathered once more in the backward (Korthikanti et al. 2022,
+arXiv 2205.05198, section 4.2.2). For each microbatch, a stage sends S bytes in each direction, or
+S/t if messages are scattered over t tensor-parallel ranks (Narayanan et al. 2021, arXiv 2104.04473,
+section 4.1). Data-parallel ranks sum their gradients once in a step. `_data` has the closed forms
+of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the closed forms of
+communication-efficient methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,11 +56,11 @@ LOAD_BYTES = 8  # bytes of one value: the number of tokens of an expert, or a ro
 class StepTraffic:
     """The traffic of one step, for a model, a layout, a global batch and a compute type.
 
-    `predictions` is the number of masked positions of a sample; if it is None, it follows from the
-    default fraction. `method` describes the messages of data-parallel ranks; by default they sum
-    the gradients once. All counts are exact, with two exceptions: the bytes of codes (compressed
-    gradients), whose length depends on random draws and on the division of parameters, and the
-    bytes of tokens that are sent to experts.
+    `predictions` is the number of masked positions of a sample. If `predictions` is None, the
+    number follows from the default fraction of masked positions. `method` describes the messages of
+    data-parallel ranks; by default they sum the gradients once. All counts are exact, with two
+    exceptions: the bytes of codes (compressed gradients), whose length depends on random draws and
+    on the division of parameters, and the bytes of tokens that are sent to experts.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class StepTraffic:
         communicator.
 
         `rank`, `shard` and `data` are the coordinates of the rank on the pipeline axis, in its
-        shard group and on the data axis. Over the tensor axis, all elements of the partial
-        gradients are counted, although a rank whose gradients are sharded sums only its shard of
-        them.
+        shard group (ranks that divide one copy of the state) and on the data axis. Over the tensor
+        axis, all elements of the partial gradients are counted, although a rank whose gradients are
+        sharded sums only its own shard.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -306,8 +307,9 @@ class StepTraffic:
     def _whole_sums(self, rank: int) -> dict[str, Tally]:
         """Return the traffic of gradients that are not sharded. The gradients of distributed
         experts are summed along one axis after the other. All other gradients are summed over all
-        ranks that have different tokens. The second gradient of a tied table is summed in a
-        separate message, because in the buffer it comes after the gradients of experts."""
+        ranks that have different tokens. The second gradient of a tied table (from the head) is
+        summed in a separate message, because it comes after the gradients of experts in the
+        buffer."""
         grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
         element = self.sizes.wide_bytes
         apart = sum(size for unit, size in units.items() if of_experts(unit))
@@ -325,8 +327,8 @@ class StepTraffic:
 
     def _tree(self, rank: int) -> Tally:
         """Return the traffic of a reproducible sum along a binary tree over all microbatches. Each
-        data rank broadcasts the sums at its own nodes of the tree to all other data ranks, stage by
-        stage."""
+        data rank computes the sums at the nodes of the tree that lie above only its own
+        microbatches, and broadcasts these sums to all other data ranks, stage by stage."""
         m, d = self.microbatches, self.layout.data
         tally = Tally(d)
         nodes = sum(nodes_of(m * d, r * m, (r + 1) * m) for r in range(d))

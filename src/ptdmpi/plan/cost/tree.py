@@ -6,8 +6,8 @@ from functools import cache
 
 def nodes_of(leaves: int, first: int, end: int) -> int:
     """Return the smallest number of nodes of the binary tree over `leaves` leaves that together
-    cover the leaves `first` to `end` - 1. If a node has no sibling, the node and its parent count
-    as one."""
+    cover exactly the leaves `first` to `end` - 1. A node covers the leaves below it. If a node has
+    no sibling, the node and its parent count as one."""
     nodes = 0
     while first < end:
         span = 1
@@ -22,10 +22,10 @@ def most_sums(microbatches: int, replicas: int) -> tuple[int, int]:
     """Return two numbers: the largest number of sums of gradients that a data rank stores during a
     backward, and the largest number later in the step.
 
-    Each of the `replicas` data ranks computes the gradients of `microbatches` leaves. Nodes that
-    cover only finished leaves are complete; a data rank stores one sum for each complete node that
-    is not inside a larger complete node. After the last backward, the rank also stores the sums of
-    earlier ranks, and one sum in transit.
+    Each of the `replicas` data ranks computes the gradients of `microbatches` leaves. A node is
+    complete on a data rank when the rank has computed the gradients of all leaves below the node.
+    The rank stores one sum for each complete node whose parent is not complete. After the last
+    backward, the rank also stores the sums of earlier ranks, and one sum in transit.
     """
     leaves = microbatches * replicas
     firsts = range(0, leaves, microbatches)

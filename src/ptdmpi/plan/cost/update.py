@@ -60,7 +60,8 @@ class UpdateTimes:
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
         """Return the seconds that Muon needs to update all matrices that a rank orthogonalizes,
         which `some` describes. The result includes the exchange of slices of the matrices with the
-        other ranks of the shard group, before and after the update."""
+        other ranks of the shard group (ranks that divide one copy of the state), before and after
+        the update."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -90,12 +91,13 @@ class UpdateTimes:
         return kernels
 
     def _offloaded_s(self, offload: str, shard: float, kernels: list[int]) -> float:
-        """Return the seconds of an offloaded update of `shard` parameters. The host's memory limits
-        its speed. `kernels` has the bytes per parameter that each kernel moves.
+        """Return the seconds of an offloaded update of `shard` parameters. The bandwidth of the
+        host's memory limits the speed of the update. `kernels` has the bytes per parameter that
+        each kernel moves.
 
         Gradients are sent from the device to the host, and weights from the host to the device (Ren
-        et al. 2021, arXiv 2101.06840, section 4); optimizer state in a file is read and written.
-        The ranks on a node share its memory and disk.
+        et al. 2021, arXiv 2101.06840, section 4). If the optimizer state is in a file, the state is
+        read and written. The ranks on a node share the node's memory and disk.
         """
         if missing := self.cluster.lacks(offload):
             keys = " and ".join(f"host.{key}" for key in missing)
@@ -110,8 +112,8 @@ class UpdateTimes:
         else:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # checked by `lacks`
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            # if the weights themselves are the master weights, the link also carries them from the
-            # device to the host
+            # if the weights themselves are the master weights, the link also carries the weights
+            # from the device to the host
             moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":

@@ -5,9 +5,9 @@ An operator (`operator.py`) returns its costs as lists of kernels, messages and 
 `plan.cost.layer` computes the times of the kernels and messages on a cluster. `folds.py` adds up
 the bytes of the tensors and messages.
 
-The predicted time leaves out some small kernels (`priced` is False); only the number of launches
-counts them. Their time is already part of the predicted times of the other kernels, because the
-efficiencies of these kernels were fitted to published times of whole layers.
+The predicted time leaves out some small kernels (`priced` is False), which count only in the number
+of launches. Their time is already part of the predicted times of the other kernels, because the
+efficiencies of the other kernels were fitted to published times of whole layers.
 """
 
 from collections.abc import Iterable
@@ -114,9 +114,9 @@ class Message:
 
     `whole_bytes` is the size of the whole tensor, as `base.traffic` defines it. `behind` has the
     kernels that run at the same time as the message on clusters that overlap kernels and messages.
-    `pieces` is the number of messages into which Megatron-LM of 2021 splits this message; each of
-    them has its own latency. `to_next` is True for an all-to-all in which each rank sends the whole
-    tensor to the next rank.
+    `pieces` is the number of smaller messages into which Megatron-LM of 2021 splits this message;
+    each of these messages has its own latency. `to_next` is True for an all-to-all in which each
+    rank sends the whole tensor to the next rank.
     """
 
     collective: Collective

@@ -2,18 +2,18 @@
 order.
 
 For c ranks, a sequence is cut into 2c equal chunks, and rank r has the chunks r and 2c - 1 - r.
-Without a sliding window, every rank has the same number of scores (Dubey et al. 2024, arXiv
-2407.21783, section 3.3.2). With a window the numbers differ. The queries in the first chunks see
-fewer keys than other queries, so the rank with the first chunk has fewer scores than the other
-ranks.
+Without a sliding window, every rank has the same number of scores, which are products of a query
+and a key (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). With a window the numbers differ.
+The queries in the first chunks see fewer keys than other queries, so the rank with the first chunk
+has fewer scores than the other ranks.
 """
 
 import itertools
 
 
 def scores_before(position: float, window: float) -> float:
-    """Return the number of scores of all queries before `position` if each query sees only keys up
-    to its own position, and at most `window` of them."""
+    """Return the number of scores of all queries before `position` if each query sees at most
+    `window` keys, and only keys up to its own position."""
     inside = min(position, window)
     return inside**2 / 2 + window * (position - inside)
 

@@ -40,6 +40,6 @@ def scores_at_once(
     """Return the number of scores that are computed at once for a block of at most `most` of
     `queries` queries. If a block has at most BLOCK_SCORES scores over all `heads` heads, all heads
     are computed at once. Otherwise, as many heads as BLOCK_SCORES allows are computed at once, but
-    at least one group of `group` heads."""
+    at least the `group` query heads that share a key head."""
     block = min(most, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

@@ -43,7 +43,7 @@ from ptdmpi.plan.layer.products import Multiply
 
 WORD_TABLE = "word"  # Name of the vocabulary's table, which a tied head shares.
 # Number of a dropout mask in a layer -> name of the tensor to which dropout is applied. (The masks
-# before residual sums have the numbers `AddResidual.place`.) `RandomStream.at` draws each mask by
+# before residual sums have the numbers `AddResidual.place`.) `RandomStream.at` computes a mask from
 # its number.
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
@@ -270,7 +270,8 @@ def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]
 
 
 def layer_of(model: ModelConfig, kind: LayerKind) -> tuple[Sublayer, ...]:
-    """Return the sublayers of a layer of kind `kind`."""
+    """Return the sublayers of a layer of kind `kind` (with or without experts, with or without a
+    backward)."""
     build = LayerBuild(model, model.adapt.adapts and not kind.idle, kind.mixes)
     makers = [plugin("sublayers", SUBLAYERS.get(name, name)) for name in model.sublayers]
     sublayers = tuple(make(build) for make in makers)

@@ -22,9 +22,9 @@ def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
 
 
 def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
-    """Yield the gradients of a norm's weights. A split backward computes these gradients in I
-    (gradient of the input) and adds them to their sum in W (gradients of the weights), so they stay
-    in memory from I to W."""
+    """Yield the gradients of a norm's weights. A split backward has two parts: I (gradient of the
+    input) and W (gradients of the weights). It computes the gradients of a norm's weights in I and
+    adds them to the sum of gradients in W, so they stay in memory from I to W."""
     if norm.trains:
         yield Item(f"{name}.weights", sum(norm.weights(sizes.layout.tensor)), sizes.compute_bytes)
 
@@ -71,8 +71,8 @@ class Normalize(Operator):
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield one pass that reads the input and writes the output. If a Triton kernel computes
-        the residual sum and the norm together, its launch is counted for the sum, and only the
-        additional write is counted here."""
+        the residual sum and the norm together, the launch of this kernel is counted by
+        `AddResidual`, and only the additional write is counted here."""
         if sizes.by_triton("norm"):
             passes = 1 if self.follows_sum else 2
             moved = passes * self._elements(sizes) * sizes.compute_bytes
@@ -122,8 +122,9 @@ class Normalize(Operator):
                 # a zero-centered norm keeps the factors 1 + weight
                 yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)
             return
-        # the published list of a layer's tensors has no statistics of norms (Korthikanti et al.
-        # 2022, section 4.1)
+        # for the norms of layers, a program without FlashAttention (Megatron-LM of 2021) has no
+        # statistics in the published list of its tensors (Korthikanti et al. 2022, section 4.1), so
+        # they are not counted
         if sizes.fused_attention or not self.joins:
             yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
         if sizes.model.zero_centered_norm and sizes.fused_attention:
@@ -195,8 +196,8 @@ class Activate(Operator):
 
 
 def fused_dropout(elements: int, sizes: Sizes) -> Iterator[Kernel]:
-    """Yield the pass of dropout's kernel in Triton, if the program uses it. The kernel reads and
-    writes each element once, forward and backward, and stores no mask."""
+    """Yield the pass of the Triton kernel for dropout, if the training program uses this kernel.
+    The kernel reads and writes each element once, forward and backward, and stores no mask."""
     if sizes.model.dropout > 0.0 and sizes.by_triton("dropout"):
         yield MemoryPass(2 * elements * sizes.compute_bytes)
 
@@ -237,9 +238,9 @@ class AddResidual(Operator):
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of two gradients: the gradient of the sum, and the gradient of y, which
         is the first gradient times the dropout mask. A CPU also makes a copy of the mask in the
-        type of the gradient. The result is 0 without dropout. It is also 0 for older programs,
-        which have no FlashAttention: no memory is counted for their kernel of dropout's
-        backward."""
+        type of the gradient. The result is 0 without dropout. The result is also 0 for a program
+        without FlashAttention (Megatron-LM of 2021), because no memory is counted for this
+        program's kernel of the dropout backward."""
         if not sizes.drops or not sizes.fused_attention:
             return 0
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes

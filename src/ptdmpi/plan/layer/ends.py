@@ -150,7 +150,8 @@ class SelectPositions(Operator):
 @dataclass(frozen=True)
 class Predict(Operator):
     """Activations [predicted positions, hidden size] -> this tensor-parallel rank's logits
-    [predicted positions, columns of the vocabulary], capped if the model caps them.
+    [predicted positions, tokens of the vocabulary on this rank], with a soft cap if the model has
+    one.
 
     `selected` is True if an earlier operator has selected the predicted positions, so that every
     tensor-parallel rank has all rows of the input. `shares_input` is True if the input is part of a
@@ -247,8 +248,8 @@ class Predict(Operator):
 
 @dataclass(frozen=True)
 class CrossEntropy(Operator):
-    """This rank's logits [predicted positions, columns of the vocabulary] and the labels -> the
-    summed loss, in float32 or float64.
+    """This rank's logits [predicted positions, tokens of the vocabulary on this rank] and the
+    labels -> the summed loss, in float32 or float64.
 
     `columns` is the size of the whole vocabulary. If `split` is False, the logits are [sequences,
     classes], `columns` is the number of classes, and every rank has all logits.
@@ -268,9 +269,10 @@ class CrossEntropy(Operator):
         return sizes.rows("predicted" if self.split else "samples") * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of a softmax: they convert the logits to float32, take their maximum,
-        subtract it, take exponentials, add the exponentials up, and divide by this sum. The kernels
-        of maximum and sum write almost nothing. A Triton kernel instead reads the logits once."""
+        """Yield the kernels of a softmax. They convert the logits to float32, compute the maximum
+        of each row, subtract the maximum, take exponentials, add the exponentials up, and divide by
+        this sum. The kernels of maximum and sum write almost nothing. A Triton kernel instead reads
+        the logits once."""
         if self._by_triton(sizes):
             yield MemoryPass(self.logits(sizes) * sizes.compute_bytes)
             return

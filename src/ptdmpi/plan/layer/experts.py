@@ -46,8 +46,8 @@ class MixExperts(Operator):
     If experts are distributed over several ranks, the predicted time assumes that all experts have
     equally many tokens, so that a rank computes as many rows as without expert parallelism. The
     predicted memory is enough for `FULLEST` times this number of rows, or for the largest possible
-    number of rows if that is smaller. An expert computes the rows that it received from all ranks
-    together, or, if `Sizes.by_source` is True, the rows from each sending rank separately.
+    number of rows if that is smaller. An expert computes all its rows together, or, if
+    `Sizes.by_source` is True, the rows of each sending rank separately.
 
     `up` and `down` are the two linear layers of each of `count` experts, with the activation
     `function` between them. `chosen` is the number of experts that are chosen for a token. If there
@@ -143,7 +143,8 @@ class MixExperts(Operator):
 
     def _most_rows(self, sizes: Sizes) -> int:
         """Return the number of rows for which memory is counted on a rank. If experts are
-        distributed over ranks, this is up to FULLEST times the mean number of rows."""
+        distributed over ranks, the result is FULLEST times the mean number of rows, or the largest
+        possible number of rows if that is smaller."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs
@@ -247,14 +248,14 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        # the rows of the output's gradient are selected and, if input rows are kept, the rows of
-        # the input
+        # the rows of the output's gradient are selected, and, if the gradients of weights need
+        # them, also the rows of the input
         selected = 1 + self.keeps_rows
         yield MemoryPass(2 * selected * pairs * h * c, selected * used)
         yield self._products(sizes, width, h)
         yield from self._adapting(sizes, "down", back=True)
-        # these kernels compute the activation again, multiply it by the gradient, and multiply the
-        # gradient by the router's weights
+        # the next kernels compute the activation again, multiply the activation by the gradient,
+        # and multiply the gradient by the router's weights
         yield self._activated(sizes, self.function, gates + 1)
         yield MemoryPass(6 * pairs * width * c, 3 * used)
         yield self._activated(sizes, f"{self.function}_backward", 2 * gates + 1)
@@ -417,9 +418,9 @@ class MixExperts(Operator):
         is added to the sum of gradients. In the worst case, the expert has all tokens of the
         microbatch. If the gradient has the type of the sum, the matrix product adds it directly to
         the sum, and no bytes are needed. There is one exception: if an expert computes the tokens
-        of each sending rank separately, each gradient is stored completely before it is added. The
-        memory of a layout is predicted for any number of microbatches, so these bytes count in all
-        layouts with distributed experts."""
+        of each sending rank separately, each gradient is stored completely before it is added. This
+        exception depends on the number of microbatches, but the memory of a layout is predicted for
+        any number of microbatches. So the bytes count in all layouts with distributed experts."""
         return max((self._adding(sizes, shape) for shape in self._matrices(sizes)), default=0)
 
     def _adding(self, sizes: Sizes, shape: tuple[int, int]) -> int:

@@ -38,7 +38,8 @@ def parts_of(rows: Iterable[Operator], dealing: Dealing = ON_ONE_RANK) -> dict[s
 
 
 def read_after(rows: Rows, name: str) -> bool:
-    """Return True if an operator of `rows` reads the tensor `name` before it is overwritten."""
+    """Return True if an operator of `rows` reads the tensor `name` before another operator
+    overwrites this tensor."""
     for row in rows:
         if name in row.inputs:
             return True
@@ -134,8 +135,8 @@ def head_works(rows: Rows, sizes: Sizes) -> int:
     to the bytes that these operators keep.
 
     In the backward of a norm, the kept tensors of later operators, such as the logits, are counted
-    as free, except those of the operator directly after the norm. In the backward of all other
-    operators, all kept tensors are counted as still in memory."""
+    as free, except the kept tensors of the operator directly after the norm. In the backward of all
+    other operators, all kept tensors are counted as still in memory."""
     works = 0
     freed = 0
     after = 0
@@ -170,8 +171,9 @@ class LayerBytes:
 
     `kept` is the bytes that stay in memory from the forward to the backward. `works` is the most
     bytes that the backward needs in addition to the bytes that this layer and earlier layers keep.
-    `input_works` is the corresponding number for I (gradient of the input) in a split backward: the
-    operands of later operators are then also in memory.
+    `input_works` is the corresponding number for I, the part of a split backward that computes the
+    gradient of the input. During I, the operands that later operators keep for W (gradients of the
+    weights) are also in memory.
     """
 
     kept: int
@@ -185,9 +187,9 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
 
     During the backward of an operator, the layer needs the working memory of this operator, the
     gradient of the residual stream, and the recomputed tensors. The tensors of later sublayers are
-    already free. In the same sublayer, the inputs of later operators are also free, except the
-    input of the next operator: its memory is counted as still in use, because it is replaced by a
-    gradient of the same size.
+    already free. In the same sublayer, the inputs of later operators are also free. The input of
+    the next operator is an exception: a gradient of the same size has replaced this input, so its
+    memory is counted as still in use.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)
@@ -247,8 +249,8 @@ def _value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
     """Yield (operator, freed bytes) for each operator from the last to the first. The freed bytes
     are those of all inputs of later operators that are already free in the backward of this
-    operator. If a gradient is larger than the input that it replaces, the difference is
-    subtracted."""
+    operator. If the gradient of the next operator's input is larger than the input that it
+    replaces, the difference is subtracted."""
     freed = 0
     after = 0
     excess = 0

@@ -263,10 +263,10 @@ def scaled_adding_bytes(
 ) -> int:
     """Return the working bytes of the matrix product that computes the gradient of a weight with
     `shape` = (inputs, outputs). The operands are the input and the gradient of the output. The
-    result counts the input as decoded from its 8-bit codes, both operands after they are rounded
-    (again) to 8-bit floating point, and the product. With delayed scales, an input that is decoded
-    from kept codes is not rounded again; `keeps_codes` is True if the forward kept these codes
-    instead of the input."""
+    result counts the input (decoded from its 8-bit codes), both operands after they are rounded to
+    8-bit floating point, and the product. With delayed scales, an input that is decoded from kept
+    codes is not rounded again. `keeps_codes` is True if the forward kept these codes instead of the
+    input."""
     inputs, outputs = shape
     c = sizes.compute_bytes
     values = rows * inputs * c

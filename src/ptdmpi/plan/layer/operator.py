@@ -46,8 +46,8 @@ class Operator:
 
     def held(self, dealing: Dealing) -> dict[str, Part]:
         """Return those `parts` of the operator that one rank has if `dealing` distributes experts
-        over ranks. The names are those on the first rank; the other ranks have parts of the same
-        shapes.
+        over ranks. The result has the names of the parts on the first rank; the other ranks have
+        parts of the same shapes.
         """
         return self.parts()
 
@@ -137,8 +137,9 @@ class Operator:
         return 0
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the operator's kept input, which is freed as soon as the gradient of
-        the input has been used."""
+        """Return the bytes of the input that the operator keeps for its backward. This input is
+        freed as soon as the backward of the previous operator has used the gradient of the
+        input."""
         return 0
 
     def excess_bytes(self, sizes: Sizes) -> int:

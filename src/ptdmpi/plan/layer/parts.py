@@ -26,13 +26,14 @@ class Linear:
 
     `split` is the dim that the tensor axis divides: "columns" divides each of the outputs (such as
     queries, keys and values), "rows" divides the inputs, and None means that every rank holds the
-    whole matrix. `most` has, for each output, the largest number of slices into which it can be
-    divided, because a head is never cut. If `most` is None, there is no such limit. `init_std` is
-    the standard deviation of the initial weights. `trains` is False for a frozen part, which has
-    weights but no gradients, master weights or moments. If `partial_gradient` is True, each
-    tensor-parallel rank computes only a summand of the gradient of W, and the bias has no gradient.
-    If `shared_gradient` is True, each tensor-parallel rank multiplies only its own positions under
-    sequence parallelism, and computes only a summand of the gradients of W and of the bias.
+    whole matrix. `most` has, for each output, the largest number of slices into which the output
+    can be divided. (An attention head is never cut.) If `most` is None, the number of slices has no
+    limit. `init_std` is the standard deviation of the initial weights. `trains` is False for a
+    frozen part, which has weights but no gradients, master weights or moments. If
+    `partial_gradient` is True, each tensor-parallel rank computes only a summand of the gradient of
+    W, and the bias has no gradient. If `shared_gradient` is True, each tensor-parallel rank
+    multiplies only its own positions under sequence parallelism, and computes only a summand of the
+    gradients of W and of the bias.
     """
 
     inputs: int
@@ -161,8 +162,8 @@ class LowRankPair:
     `split` is the split of the linear layer. "columns" divides the rows of B into at most `most`
     slices, and each tensor-parallel rank computes a summand of the gradient of A. "rows" divides
     the columns of A, and each rank computes a summand of the gradient of B. `dropout` is the
-    dropout rate of the adapter's input. `number` distinguishes the adapters of a layer. `output` is
-    the index of the linear layer's output to which the adapter's output is added.
+    dropout rate of the adapter's input. `number` is different for each adapter of a layer. `output`
+    is the index of the linear layer's output to which the adapter's output is added.
     """
 
     inputs: int
@@ -203,11 +204,12 @@ class LowRankPair:
 
 @dataclass(frozen=True)
 class Scale:
-    """A factor for each channel after a linear layer, or before a linear layer whose inputs are
-    split (Liu et al. 2022, arXiv 2205.05638, section 3.3). The tensor axis divides the channels
-    into at most `most` slices.
+    """An (IA)^3 adapter: a factor for each output channel of a linear layer, or, if its inputs are
+    split, for each input channel (Liu et al. 2022, arXiv 2205.05638, section 3.3). The tensor axis
+    divides the channels into at most `most` slices.
 
-    `output` is the index of the output of the linear layer that is scaled.
+    If the linear layer has several outputs (such as queries and keys), `output` is the index of the
+    output that is scaled.
     """
 
     size: int
@@ -243,7 +245,8 @@ def as_linear(part: Part, split: Literal["columns", "rows"] | None) -> Linear:
 
 
 def as_table(part: Part, split: bool) -> Table:
-    """Return `part` if it is a table with the split `split`; raise TypeError otherwise."""
+    """Return `part` if it is a table whose field `split` equals `split`; otherwise raise
+    TypeError."""
     if not isinstance(part, Table) or part.split != split:
         raise TypeError(f"{part} is not a table with split = {split}")
     return part

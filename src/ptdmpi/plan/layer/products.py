@@ -86,8 +86,8 @@ class Multiply(Operator):
         return low_bit.cuts_blocks(self.linear, layout.tensor) if self.scaling == "block" else None
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
-        """Return the numbers of rows on this rank of the input (before it is gathered, if it is
-        gathered) and of the output (after it is scattered, if it is scattered)."""
+        """Return (number of rows of the input, number of rows of the output) on this rank. The
+        input is counted before a gather, and the output after a scatter."""
         rows = sizes.rows(self.rows)
         if self.rows != "whole" or self.linear.split is None:
             return rows, rows
@@ -296,8 +296,8 @@ class Multiply(Operator):
                 width = sum(part.weights(sizes.layout.tensor))
                 yield Item(f"{self.name}.scale{number}", rows * width, c)
         if not self.pairs:
-            # all adapters are (IA)^3 adapters, whose gradient needs the gradient of the scaled
-            # values: of the output, or, if inputs are split, of the input
+            # all adapters are (IA)^3 adapters, which need the gradient of the values that they
+            # scale: the output, or, if inputs are split, the input
             width = self.linear.local(sizes.layout.tensor)[self.is_column]
             yield Item(f"{self.name}.gradient", rows * width, c)
 
@@ -381,9 +381,10 @@ class Multiply(Operator):
         return max(linear, rows * inputs * c + max(products, rows * inputs * c))
 
     def _scaled_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the elementwise products whose sum over the rows is the gradient of
-        the widest (IA)^3 scale. The products are computed in float32 or float64. In fp16 and bf16,
-        one operand is converted to float32; on a CPU, both operands are converted."""
+        """Return the bytes that the gradient of the widest (IA)^3 scale needs. The gradient is a
+        sum over rows of elementwise products. The products are computed in float32 or float64. In
+        fp16 and bf16, one operand is converted to float32; on a CPU, both operands are
+        converted."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         widths = [max(part.weights(sizes.layout.tensor)) for _, part in self.adapters]
         tensors = 1 if c == wide else 2 + sizes.on_host
@@ -445,7 +446,7 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     gradients. Operands that this rank already has in memory are not counted.
 
     An operand that must be gathered from other ranks is counted. If gradients have a wider type
-    than weights, the product is counted in both types. If products of half types are computed in
+    than weights, the product is counted in both types. If fp16 and bf16 products are computed in
     float32, the float32 copies of the operands are counted instead, because the kernel adds the
     product directly to the sum.
     """
@@ -472,11 +473,11 @@ def linear_backward(
     """Return the number of bytes that the backward of a linear layer with `shape` = (inputs,
     outputs) needs for `rows` rows.
 
-    In half types, the bytes include the gradient of the weight and its float32 copy, which is added
-    to the sum. If products of half types are computed in float32, the bytes include the float32
-    copies of the operands and of the result instead. If `adds_to_input` is True, the adapters of a
-    frozen linear layer add their gradients to the gradient of the input. If `weight_first` is True,
-    the gradient of the weight is freed before the gradient of the input is computed.
+    In fp16 and bf16, the bytes include the gradient of the weight and its float32 copy, which is
+    added to the sum. If these products are computed in float32, the bytes include float32 copies of
+    the operands and of the result instead. If `adds_to_input` is True, the adapters of a frozen
+    linear layer add their gradients to the gradient of the input. If `weight_first` is True, the
+    gradient of the weight is freed before the gradient of the input is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes

@@ -52,7 +52,7 @@ class Sizes:
 
     @property
     def predicted(self) -> int:
-        """Return the number of positions of a microbatch whose tokens this rank predicts. In a
+        """Return the number of positions of a microbatch at which this rank predicts tokens. In a
         masked language model, every context-parallel rank predicts all masked positions. In other
         language models, the number is `tokens`."""
         each = self.model.predictions() if self.predictions is None else self.predictions

@@ -16,9 +16,9 @@ def read_edges(path: str, size: int, names: str) -> Topology:
     """Return the graph over `size` data ranks whose edges are in a file.
 
     Each line has an edge: two ranks, and optionally the weight that each of the two ranks gives to
-    the values of the other. Either all edges have weights, or none has. If none has, the weights
-    are Metropolis-Hastings weights. "#" begins a comment; blanks or a comma separate columns. An
-    edge may be given in both directions.
+    the values of the other. Either all lines have weights, or no line has one. If no line has a
+    weight, the edges have Metropolis-Hastings weights (see `Undirected`). "#" begins a comment;
+    blanks or a comma separate columns. An edge may be given in both directions.
 
     Raises InputError with the file, the line and the legal values if the file is not valid. `names`
     has the legal names of topologies for the error message.
@@ -100,8 +100,8 @@ def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
 def _edge(
     where: str, line: str, fields: list[str], size: int
 ) -> tuple[tuple[int, int], Fraction | None]:
-    """Return the two ranks of a line with the columns `fields`, ascending, and the weight of the
-    edge, which is None if the line has no weight. `size` is the number of data ranks. Raises
+    """Return the two ranks of a line with the columns `fields`, in ascending order, and the weight
+    of the edge, or None if the line has no weight. `size` is the number of data ranks. Raises
     InputError if the line is not valid; `where` begins its message."""
     try:
         first, second = (int(field) for field in fields[:2])

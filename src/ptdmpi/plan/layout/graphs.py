@@ -155,12 +155,11 @@ class Circulant(Topology):
 
 
 class RandomPairs(Topology):
-    """A random matching of ranks into pairs in each step, as in randomised gossip. The two ranks of
-    a pair average their values.
+    """A random matching of ranks into pairs in each step, as in randomised gossip (Boyd, Ghosh,
+    Prabhakar, Shah 2006, IEEE Trans. Inf. Theory 52). The two ranks of a pair average their values.
 
     The pairs are determined by a random permutation, which depends on the seed and the step. If the
-    number of ranks is odd, one rank has no partner (Boyd, Ghosh, Prabhakar, Shah 2006, IEEE Trans.
-    Inf. Theory 52).
+    number of ranks is odd, one rank has no partner.
     """
 
     period = None

@@ -53,10 +53,10 @@ class Axis:
 # The axes of the process grid of this trainer. Consecutive ranks are neighbours on the first axis.
 # Neighbours usually share a node, so the axis that communicates most is first (Narayanan et al.
 # 2021, arXiv 2104.04473, section 3.2, takeaway 1). The pipeline axis, with one message per
-# microbatch, is last. The tensor-parallel ranks form two axes: along the first, ranks have
-# different experts; along the second, ranks have slices or copies of the same experts. The
-# context-parallel ranks form three axes: along the first, ranks have different experts; along the
-# second, ranks shard the state (`zero`); along the third, ranks have copies of the state. The
+# microbatch, is last. The tensor-parallel ranks form two axes. Along the first, ranks have
+# different experts. Along the second, ranks have slices or copies of the same experts. The
+# context-parallel ranks form three axes. Along the first, ranks have different experts. Along the
+# second, ranks shard the state (`zero`). Along the third, ranks have copies of the state. The
 # data-parallel ranks form three axes in the same way.
 AXES: Mapping[str, Axis] = {
     "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
@@ -250,7 +250,7 @@ class Grid:
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:
         """Return an identifier of the part of the training state that the rank at `coordinates`
-        holds: its coordinates on the axes that divide the state."""
+        holds: the rank's coordinates on the axes that divide the state."""
         return tuple(coordinates[axis] for axis in self.axes if axis_named(axis).cuts_state)
 
     def replica(self, coordinates: Coordinates) -> tuple[int, ...]:
@@ -286,12 +286,12 @@ def training_grid(
     by name; axes without a given size have size 1.
 
     The ranks with the same layers are divided into groups of `expert` neighbours, and the ranks of
-    such a group have different experts. A group takes ranks along the context axis first, and along
-    the data axis only if it has more ranks than the context axis. If `whole_experts` is True, the
-    `tensor` ranks do not divide experts, and a group takes ranks along the tensor axis first, then
-    along the context axis and the data axis. In the same way, the ranks with the same experts are
-    divided into groups of `shards` neighbours, which shard the state. Raises ValueError for a name
-    that is not in `AXES`, and if such groups cannot be formed.
+    such a group have different experts. A group takes ranks along the context axis first. It takes
+    ranks along the data axis only if it has more ranks than the context axis. If `whole_experts` is
+    True, the `tensor` ranks do not divide experts, and a group takes ranks along the tensor axis
+    first, then along the context axis and the data axis. In the same way, the ranks with the same
+    experts are divided into groups of `shards` neighbours, which shard the state. Raises ValueError
+    for a name that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:

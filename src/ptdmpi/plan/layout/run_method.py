@@ -1,5 +1,5 @@
 """The messages that a data-parallel rank sends in a step with each data-parallel method: their
-number and their sizes in bytes. Large tensors are split into several messages.
+number and their sizes in bytes. A large tensor is split into several messages.
 
 The training engine and the planner, which predicts traffic and memory, both use the sizes in this
 file.
@@ -17,8 +17,8 @@ from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
 # The largest number of elements in one message: MESSAGE_ELEMENTS for gradients between two ranks,
-# and BUCKET_ELEMENTS for the exchange with neighbours in decentralised training. If this exchange
-# does not overlap with computation, two of its messages are in flight at the same time.
+# and BUCKET_ELEMENTS for the exchange with neighbours in decentralised training. If the exchange
+# does not overlap with computation, two of these messages are in flight at the same time.
 MESSAGE_ELEMENTS = 1 << 24
 BUCKET_ELEMENTS = 1 << 22
 
@@ -38,12 +38,13 @@ class RunMethod:
 
     `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). If
     `matrices` is True, the optimizer (Muon) updates each matrix of a layer as a whole, and keeps
-    one value fewer per element of a matrix. `steps` is the number of steps of the run; if the run
-    measures the consensus distance in some steps, it also does so in its last step. The norm of
-    each rank's own gradient is computed every `noise_every` steps, or never if `noise_every` is 0.
-    `copies` is the number of files that a node keeps in its memory for each of its ranks; each file
-    is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`; if it is True,
-    gradients are summed along a tree over the microbatches.
+    one value fewer per element of a matrix. `steps` is the number of steps of the run. It is needed
+    because a run that measures the consensus distance (how far the replicas are apart) always
+    measures it in the last step. The norm of each rank's own gradient is computed every
+    `noise_every` steps, or never if `noise_every` is 0. `copies` is the number of files that a node
+    keeps in its memory for each of its ranks, so that a failed run can continue without reading a
+    disk. Each file is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`;
+    if it is True, gradients are summed along a tree over the microbatches.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)

@@ -14,10 +14,10 @@ def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
     """Return the grid that replaces `grid` after ranks were lost: the grid with the most data ranks
     that `ranks` surviving ranks can fill. `begun` is the grid with which the run began, and
     `sequences` is the number of microbatches in the global batch. If possible, only the number of
-    copies of the sharded state is reduced. If the ranks are too few for a single copy, the state is
-    cut into fewer shards: the new number of shards is the largest divisor of the new number of data
-    ranks that is at most the former number of shards. Experts stay distributed over the same number
-    of ranks. Returns None if the ranks cannot hold one complete model.
+    copies of the sharded state is reduced. If there are too few ranks for a single copy, the state
+    is cut into fewer shards: the new number of shards is the largest divisor of the new number of
+    data ranks that is at most the former number of shards. Experts stay distributed over the same
+    number of ranks. Returns None if the ranks cannot hold one complete model.
     """
     shards, expert = grid["shard"], grid["data_expert"]
     alone = grid.size // grid.data_size * expert
@@ -53,8 +53,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     coordinates. Tensor-parallel groups therefore stay on their nodes, and little state must be
     sent. A seat is a position in the grid whose rank was lost. A survivor is free if it was a spare
     rank, or if its replica is not kept. The seat goes to a free survivor that holds the state of
-    this position. If there is none, the seat goes to a free survivor on the node of the seat's
-    tensor-parallel group, or else to the first free survivor."""
+    this position. If there is no such survivor, the seat goes to a free survivor on the node of the
+    seat's tensor-parallel group, or else to the first free survivor."""
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
     for survivor, place in enumerate(held):

@@ -1,5 +1,5 @@
-"""The assignment of layers to stages. The assignment minimises the work of the rank that has the
-most work."""
+"""The assignment of layers to stages. The work of a stage is the FLOPs of its layers (and of the
+head, on the last stage). The assignment minimises the work of the rank that has the most work."""
 
 import heapq
 import itertools
@@ -65,8 +65,9 @@ def split_layers(
     `head` is the work of the head in units of layers, and `placed` has the rank of each stage. The
     last stage also has the head, so it may hold fewer layers than other stages. The first stage
     holds `first` layers, unless `first` is None. The split minimises the largest work of a rank. If
-    several splits minimise it, those with the lowest maximum work of a stage are preferred, and
-    among these the split nearest to an even one. Every stage has at least one layer."""
+    several splits have the same largest work of a rank, the split with the smallest largest work of
+    a stage is chosen; if these are also equal, the split whose last stage is nearest to an even
+    share of the layers. Every stage has at least one layer."""
     return list(_split(layers, placed, head, first))
 
 
@@ -146,14 +147,14 @@ def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[
     layers of each of these stages, in order. `given` has the work of all other stages, which get no
     layers here.
 
-    The layers that remain after an even division go to the ranks with the least work. On each rank,
-    these layers go to its first stages.
+    The layers that remain after an even division go to the ranks with the least work. A rank gives
+    them to its first stages, one layer to each.
     """
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))
     counts = dict.fromkeys(others, base)
-    # for each rank: (its work, the first of its stages that may take one more layer, its other
-    # stages that may take one more layer)
+    # for each rank: (work of the rank, first stage of the rank that may take one more layer, other
+    # stages of the rank that may take one more layer)
     free = []
     for rank in range(placed.pipeline):
         own = [stage for stage in placed.stages_of(rank) if stage not in given]

@@ -93,7 +93,7 @@ def topology(name: str, size: int, seed: int = 0) -> Topology:
     """Return the topology `name` over `size` ranks.
 
     `name` is one of `TOPOLOGIES`, or else the path of an edge list. Raises InputError if the file
-    is not an edge list or does not fit `size`."""
+    is not an edge list or does not fit `size`, and ValueError if `size` is below 1."""
     if size < 1:
         raise ValueError(f"a topology needs at least 1 rank, not {size}")
     made = TOPOLOGIES.get(name)
@@ -108,7 +108,7 @@ def file_ranks(section: DataParallelConfig) -> int | None:
     """Return the number of data ranks in the file of edges that the section names as its topology.
     Return None if the topology is not a file.
 
-    Raises InputError if the file does not exist.
+    Raises InputError if the file cannot be read.
     """
     if section.method != "decentralized" or section.topology in TOPOLOGIES:
         return None
@@ -119,7 +119,7 @@ def file_sha256(section: DataParallelConfig) -> str | None:
     """Return a checksum of the edges in the file that the section names as its topology. Return
     None if the topology is not a file.
 
-    Raises InputError if the file does not exist.
+    Raises InputError if the file cannot be read, or if a line is not an edge.
     """
     if section.method != "decentralized" or section.topology in TOPOLOGIES:
         return None
@@ -143,8 +143,8 @@ def topology_of(config: Config) -> Topology:
 
 
 def check(graph: Topology, steps: int = 16) -> None:
-    """Raise InputError unless the replicas converge to the average over all ranks if the steps of
-    the topology are repeated.
+    """Check the graphs of a topology. Raise InputError unless repeated steps of the topology make
+    all replicas converge to the average over all ranks.
 
     The weights must be above 0 and doubly stochastic in each step of a period (without a period, in
     each of the first `steps` steps). Each message that a rank expects must be sent by another rank.

@@ -18,11 +18,11 @@ def split_unlike(
 ) -> tuple[range, ...]:
     """Return, for each stage in order, the range of its layers.
 
-    `works` has the work of each layer, and `head` is the work of the head, in the same unit. The
-    last stage also has the head. The first stage has `first` layers, unless `first` is None. Every
-    stage has at least one layer. The split minimises the largest work of a stage. If ranks have
-    several stages, layers are afterwards moved between neighbouring stages as long as this lowers
-    the largest work of a rank.
+    `works` has the work of each layer (for example, in FLOPs), and `head` is the work of the head,
+    in the same unit. The last stage also has the head. The first stage has `first` layers, unless
+    `first` is None. Every stage has at least one layer. The split minimises the largest work of a
+    stage. If ranks have several stages, layers are afterwards moved between neighbouring stages as
+    long as this lowers the largest work of a rank.
     """
     start = first or 0
     count = placed.stages - (first is not None)
@@ -51,10 +51,10 @@ def _least_most(sums: Sequence[float], count: int, head: float) -> float:
 
 
 def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list[int] | None:
-    """Return the lowest possible end (the number of the layer after its last layer) of each of
-    `count` stages, if no stage may have more work than `most`. Return None if no such split exists.
-    Stages are filled from the last to the first. `sums[i]` is the work of the first i layers
-    together, and `head` is the work of the head."""
+    """Return the lowest possible end of each of `count` stages, if no stage may have more work than
+    `most`. The end of a stage is the number of the layer after the stage's last layer. Return None
+    if no such split exists. Stages are filled from the last to the first. `sums[i]` is the work of
+    the first i layers together, and `head` is the work of the head."""
     layers = len(sums) - 1
     ends = [layers]
     room = most - head
@@ -70,10 +70,10 @@ def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list
 
 
 def _ends(sums: Sequence[float], count: int, head: float, most: float) -> list[int]:
-    """Return the end of each stage: the number of the layer after its last layer. No stage has more
-    work than `most`. For each k, the first k stages together have about the fraction k / `count` of
-    all work. `sums[i]` is the work of the first i layers together, and `head` is the work of the
-    head."""
+    """Return the end of each stage, which is the number of the layer after the stage's last layer.
+    No stage has more work than `most`. For each k, the first k stages together have about the
+    fraction k / `count` of all work. `sums[i]` is the work of the first i layers together, and
+    `head` is the work of the head."""
     lowest = _lowest(sums, count, head, most)
     assert lowest is not None
     layers, whole = len(sums) - 1, sums[-1] + head
@@ -96,9 +96,9 @@ def _even_ranks(
 ) -> None:
     """Move single layers between neighbouring stages. `works` has the work of each layer, and
     `head` is the work of the head, which is on the last stage. `ends` has the number of the layer
-    after each stage's last layer, and is changed in place. A layer is moved if this lowers the
-    largest work of a rank, or if it leaves this maximum unchanged and lowers the largest work of a
-    stage. The ends of the first `fixed` stages do not change."""
+    after each stage's last layer, and is changed in place. A layer is moved if the move lowers the
+    largest work of a rank, or if the move leaves this maximum unchanged and lowers the largest work
+    of a stage. The ends of the first `fixed` stages do not change."""
     sums = [0.0, *itertools.accumulate(works)]
 
     def cost() -> tuple[float, float]:

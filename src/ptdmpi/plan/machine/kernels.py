@@ -2,10 +2,10 @@
 of data sheets.
 
 A matrix product is cut into tiles, which the multiprocessors compute in waves (NVIDIA, "Matrix
-multiplication background": tile and wave quantization). The time of a kernel that moves data is its
-bytes divided by the memory's rate. A collective within a node is a ring (Thakur et al. 2005,
-section 4.4); the time of a collective over several nodes follows NCCL's cost model (`nccl`).
-Several rings that pass through one node share the network adapters of the node.
+multiplication background": tile and wave quantization). The time of a kernel that mainly moves data
+is the number of moved bytes divided by the memory's rate. A collective within a node is a ring
+(Thakur et al. 2005, section 4.4). The time of a collective over several nodes follows NCCL's cost
+model (`nccl.py`). Several rings that pass through one node share the network adapters of the node.
 """
 
 import math
@@ -21,9 +21,10 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)  # Numbers of parts into which the summed dimension may be cut.
 TILE_DEPTH = 32  # Elements of the summed dimension per step of a tile (NVIDIA: 32 or 64).
 # Tensor cores need rows whose lengths are multiples of 16 bytes (NVIDIA, "Matrix multiplication
-# background", tensor core requirements). Products of matrices with other rows reach only 273 of 398
-# TFLOP/s (stas00/ml-engineering, training/performance, final recommendations: 4096 x 10922 on H100,
-# compared with 10944, a multiple of 64; multiples of 32 and multiples of 64 differ by 2 %).
+# background", tensor core requirements). With other rows, a product is slower: on an H100, a
+# product of size 4096 x 10922 reaches only 273 TFLOP/s, but with 10944 columns, a multiple of 64,
+# it reaches 398 TFLOP/s (stas00/ml-engineering, training/performance, final recommendations).
+# Multiples of 32 and multiples of 64 differ by 2 %.
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
 # Bytes that are moved to prepare one element of an operand in 8-bit floating point: the bfloat16
 # values are multiplied by the scale and converted to codes (4 + 3 bytes), and the codes are
@@ -98,8 +99,9 @@ class Machine:
 
     def codes_gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Return the seconds of `batch` matrix products of 8-bit codes, including the passes that
-        convert both operands to codes and transpose them. On a device without a peak for fp8,
-        return the seconds of the products of the unconverted values."""
+        convert both operands to codes and transpose them. On a device without a peak for fp8, and
+        on a cluster with measured times, return the seconds of the products of the unconverted
+        values."""
         if self.cluster.measured is not None or "fp8" not in self.cluster.device.peak_flops:
             return self.gemm_s(m, n, k, batch)
         made_s = self.stream_s(batch * (m * k + k * n) * CODES_BYTES)
@@ -146,10 +148,10 @@ class Machine:
         """Return, for each tile size (rows, columns), the seconds of one step along the summed
         dimension of a matrix product.
 
-        The peak rate determines this time, or, for small tiles, the rate of shared memory. In each
-        step, one column of the left operand and one row of the right operand are written to shared
-        memory, and every warp that computes the tile reads its part of them. A tile is computed by
-        four warps, and the largest tiles by eight.
+        The peak rate of the device limits this step, or, for small tiles, the rate of shared
+        memory. In each step, one column of the left operand and one row of the right operand are
+        written to shared memory. Every warp that computes the tile then reads its part of this
+        column and this row. A tile is computed by four warps, and the largest tiles by eight.
         """
         device, steps = self.cluster.device, {}
         shared_rate = device.shared_bytes_per_clock * device.clock_hz
@@ -167,7 +169,8 @@ class Machine:
         the bytes that each kernel of the operation moves.
 
         `kind` names the operation, for example "gelu", "layernorm" or "loss", or such a name with
-        the suffix "_backward". For some operations `MeasuredMachine` has measured times instead.
+        the suffix "_backward". For some operations, the subclass `MeasuredMachine` has measured
+        times instead.
         """
         return sum(self.stream_s(amount) for amount in moved_bytes)
 
@@ -248,13 +251,13 @@ class Machine:
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-gather on n ranks. After n - 1 steps, each rank has the
-        whole tensor of `gathered_bytes` bytes."""
+        """Return the seconds of an all-gather on the n ranks of `group`. After n - 1 steps, each
+        rank has the whole tensor of `gathered_bytes` bytes."""
         return self._half_s(gathered_bytes, group, nccl.all_gather_s)
 
     def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
-        """Return the seconds of a reduce-scatter on n ranks, each with a tensor of `summed_bytes`
-        bytes. The reduce-scatter has n - 1 steps."""
+        """Return the seconds of a reduce-scatter on the n ranks of `group`, each with a tensor of
+        `summed_bytes` bytes. The reduce-scatter has n - 1 steps."""
         return self._half_s(summed_bytes, group, nccl.reduce_scatter_s)
 
     def _half_s(

@@ -1,14 +1,14 @@
 """Times of kernels and messages on a machine that `ptdmpi probe` measured. The tables of measured
 times replace the rates of data sheets.
 
-Between measured sizes, times and rates are interpolated in logarithms. Outside the range of
-measured sizes, the rate is assumed to be constant; only messages below the smallest measured size
-are assumed to take as long as a message of this size.
+Between measured sizes, times and rates are interpolated linearly in the logarithms of size and
+value. Outside the range of measured sizes, the rate is assumed to be constant. Messages below the
+smallest measured size are an exception: they are assumed to take as long as a message of this size.
 
 For a group of n ranks that was not measured, the times of the measured group with the nearest
-number of ranks are used. The part of these times that is latency is scaled with n - 1 (the number
-of steps of a ring), and the rest with (n - 1) / n (the fraction of the tensor that a rank of a ring
-sends).
+number of ranks are used. A measured time consists of latency and the time of the transfer. The
+latency is scaled with n - 1, the number of steps of a ring. The time of the transfer is scaled with
+(n - 1) / n, the fraction of the tensor that a rank of a ring sends.
 """
 
 import bisect
@@ -37,7 +37,8 @@ def between(x: float, places: Sequence[float]) -> tuple[int, float]:
 
 
 def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Return the value at x, interpolated in logarithms between `values` at ascending `places`."""
+    """Return the value at x, interpolated between `values` at ascending `places`. The logarithm of
+    the value is linear in the logarithm of x."""
     i, weight = between(x, places)
     if weight == 0.0:
         return values[i]
@@ -156,7 +157,7 @@ class MeasuredMachine(Machine):
         whole_s = interpolate(size, table.sizes_bytes, table.seconds)
         if size > table.sizes_bytes[-1]:
             whole_s *= size / table.sizes_bytes[-1]
-        # a ring of n ranks has n - 1 latencies and moves (n - 1) / n of the tensor; the smallest
+        # a ring of n ranks has n - 1 latencies and moves (n - 1) / n of the tensor. The smallest
         # time in the table is assumed to be only latency
         steps = (ranks - 1) / (table.ranks - 1)
         share = (1 - 1 / ranks) / (1 - 1 / table.ranks)

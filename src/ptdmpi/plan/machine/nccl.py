@@ -27,7 +27,7 @@ class Protocol:
     tree."""
 
     link_steps: float  # Time of a step over a link, as a multiple of the time in a ring with LL128.
-    hop_s: float  # Time of a step over the network.
+    hop_s: float  # Shortest time of a step over the network, in seconds.
     share: float  # Fraction of the rate that the protocol reaches.
     lone_share: float  # The same fraction in a group with only one rank per node.
     most: float = math.inf  # Upper limit of the rate, in bytes per second.
@@ -69,6 +69,7 @@ class Fabric:
 # on more than two nodes with AMD hosts (with Intel hosts 20.4 GB/s). With LL, a step over a link
 # takes 1.8 times as long in a group over several nodes as in a group on one node.
 LL = Protocol(link_steps=0.47 * 1.8 / 1.9, hop_s=2.7e-6, share=0.25, lone_share=0.25, most=19.0e9)
+# The protocols of rings (LL128, Simple, LL) and of trees (LL128, Simple).
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # Fraction of a ring's rate that a tree reaches.

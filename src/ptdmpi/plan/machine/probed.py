@@ -131,8 +131,9 @@ class AttentionWay(KernelWay):
     If `keeps` is True, the forward keeps the probabilities for the backward if there is enough
     memory. If `library_forward` is True, torch computes the forward, and only the backward is
     computed by matrix products. If `fpmath` is True, scores in bfloat16 are computed in oneDNN's
-    fpmath mode. If `way` is "library", torch's kernel is called for one block of queries at a time
-    if there are fewer than `whole_from` positions, and otherwise for all queries at once."""
+    fpmath mode. If `way` is "library", torch's kernel computes attention. With fewer than
+    `whole_from` positions, the kernel is called for one block of queries at a time; otherwise it is
+    called once for all queries."""
 
     way: Literal["products", "library"]
     whole_from: Positive | None = None
@@ -163,7 +164,8 @@ class LinearWay(KernelWay):
     """The smallest sizes of linear layers for which oneDNN is called: `output` for the output x W^T
     + b, and `input_gradient` for the gradient dy W of the input.
 
-    A size is the number of multiplications of two numbers. None means that oneDNN is never called.
+    The size of a linear layer is the number of scalar multiplications in its matrix product. None
+    means that oneDNN is never called.
     """
 
     output: NotNegative | None = None
@@ -171,15 +173,15 @@ class LinearWay(KernelWay):
 
 
 class LossWay(KernelWay):
-    """The number of logits that the loss on a CPU converts to float32 at a time (`logits`). It
-    determines the speed of the loss, but not its bits."""
+    """The number of logits that the loss on a CPU converts to float32 at a time (`logits`). This
+    number affects the speed of the loss, but not the bits of the result."""
 
     logits: Positive
 
 
 class NormWay(KernelWay):
-    """The number of elements that RMSNorm computes at a time (`elements`). None means all elements
-    at once. It determines the speed of RMSNorm, but not its bits."""
+    """The number of elements that RMSNorm computes at a time (`elements`), or None for all elements
+    at once. This number affects the speed of RMSNorm, but not the bits of the result."""
 
     elements: Positive | None = None
 

@@ -3,9 +3,9 @@ depend only on the order of ops (the forward and backward computations on microb
 the sizes of the model.
 
 The function `held` visits all ops of an order to find the highest memory of one model and layout. A
-search needs the highest memory of thousands of models and layouts, but these have only a few
-different orders. Therefore the functions of this file visit each order once, and find the few
-moments at which the memory can be the highest, whatever the sizes are.
+search needs the highest memory of thousands of layouts, but these layouts have only a few different
+orders. Therefore the functions of this file visit each order only once. They find the few moments
+at which the memory can be the highest, whatever the sizes of the model are.
 """
 
 from collections.abc import Iterable
@@ -73,11 +73,12 @@ class Flight(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def fullest(order: RankOrder) -> Flight:
-    """Return the moments of a step with the order of ops `order` at which the pipeline rank may
-    hold the most memory."""
+    """Return the moments of a step at which a pipeline rank may hold the most memory, if the rank
+    runs its ops in the order `order`."""
     pipeline, microbatches = order.pipeline, order.microbatches
-    # `shorter` must have the same remainder modulo `pipeline` as `microbatches`, because the
-    # moments depend on the remainder: interleaving pads the last round
+    # for many microbatches, an order with fewer (`shorter`) is visited instead. `shorter` must have
+    # the same remainder modulo `pipeline` as `microbatches`, because interleaving pads the last
+    # round, so that the moments depend on the remainder
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(order)

@@ -1,5 +1,5 @@
-"""The memory that a rank holds while it executes its ops in order. All predictions of memory use
-the functions of this file."""
+"""The memory that a rank holds while it executes its ops (forwards and backwards of its stages on
+microbatches) in order. All predictions of memory use the functions of this file."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,14 +22,15 @@ def held(
     beside: Callable[[str, int], float] = lambda works, stage: 0,
 ) -> Iterator[Held]:
     """Yield, for each op of one rank's `order`, the memory that the rank holds during the op and
-    after it. Before the first op this memory is 0.
+    after it. Before the first op, the rank holds no memory.
 
-    An inventory is a set of tensors that a stage keeps for one microbatch; `size(inventory, stage)`
-    is its size. `beside(works, stage)` is the size of an op's working memory, where `works` is the
-    name in the op's row of `OP_KINDS`. The results have the unit of `size` and `beside`. If no op
-    of the order frees an inventory, the op that makes the inventory also releases it at its end;
-    this happens in validation, where a forward keeps nothing for a backward. If an op keeps one
-    inventory and frees another, its working memory includes both inventories.
+    An inventory is a set of tensors that a stage keeps for one microbatch, and `size(inventory,
+    stage)` is the size of this set. `beside(works, stage)` is the size of an op's working memory,
+    where `works` is the name in the op's row of `OP_KINDS`. The results have the unit of `size` and
+    `beside`. If no op of the order frees an inventory, the op that makes the inventory also
+    releases it at the end of the op. This happens in validation, where a forward keeps nothing for
+    a backward. If an op keeps one inventory and frees another, its working memory includes both
+    inventories.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0

@@ -43,10 +43,11 @@ class OpKind:
     its spans in a timeline. `method` is the method of Stage that computes the op: (microbatch,
     input or None) -> output or None.
 
-    Dependencies: `neighbour` is the offset of the stage whose op of the same kind, on the same
-    microbatch, produces the input of this op (-1: the previous stage; 0: no other stage produces an
-    input). `after` names the kinds of ops that must have ended before this op, for the same stage
-    and microbatch, if the schedule has such ops.
+    Dependencies: the input of an op is the output of the op of the same kind, on the same
+    microbatch, in a neighbouring stage. `neighbour` is the offset of this stage: -1 is the previous
+    stage, +1 is the next stage, and 0 means that no other stage produces an input. `after` names
+    the kinds of ops that must have ended before this op, for the same stage and microbatch, if the
+    schedule has such ops.
 
     Memory: an inventory is a set of tensors that a stage keeps for one microbatch. The stage keeps
     the inventory `keeps` from the start of the op, and frees the inventory `frees` at the end of

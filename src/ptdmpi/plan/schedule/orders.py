@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: the order of ops on each pipeline rank, and the rank of each stage.
+"""Pipeline schedules as data: the order of ops (forwards and backwards of microbatches) on each
+pipeline rank, and the rank of each stage.
 
 A schedule holds no times, idle slots or messages. The modules `simulate` and `program` derive
 times, idle slots and messages from the orders. A generator yields the order of one rank. The table
@@ -306,11 +307,12 @@ class ScheduleKind:
     For p ranks, v chunks per rank and m microbatches, `generate(rank, stages of the rank, p, m)`
     yields the order of one rank, and `place(stage, p, v)` returns the rank of a stage.
     `earlier_holds_more` is True if each rank r holds at least as many microbatches as rank r + 1.
-    More exactly: each op of rank r + 1 has a corresponding op of rank r on the same chunk. During
-    this op, rank r has at least as many microbatches of every chunk in flight as rank r + 1 has
-    during its op. If `splits` is True, each backward is split into two ops. `ahead(rank, p, v, m)`
-    is a lower bound of the number of forwards that a rank runs before the first op that frees
-    memory; 0 is always valid. A search uses this bound to exclude layouts that cannot fit.
+    More exactly, each op of rank r + 1 has a corresponding op of rank r on the same chunk. During
+    the op of rank r, this rank has at least as many microbatches of every chunk in flight as rank r
+    + 1 has during the op of rank r + 1. If `splits` is True, each backward is split into two ops.
+    `ahead(rank, p, v, m)` is a lower bound of the number of forwards that a rank runs before the
+    first op that frees memory. A search uses this bound to exclude layouts that cannot fit. The
+    default bound, 0, is valid for every schedule.
     """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]

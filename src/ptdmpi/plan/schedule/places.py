@@ -1,8 +1,8 @@
-"""The order in which an op computes the places of a stage, and the order in which weights are
-gathered. A place is one module of a stage: the embedding, a layer or the head. If weights are
-sharded (`zero` = 3), a rank gathers the weights of the current place and, in advance, of the next
-place. The model (`ptdmpi.model.sharded`) uses the functions of this file to gather weights, and the
-planner uses them to count bytes.
+"""The order in which an op (a forward or backward of one microbatch) computes the places of a
+stage, and the order in which weights are gathered. A place is one module of a stage: the embedding,
+a layer or the head. If weights are sharded (`zero` = 3), a rank gathers the weights of the current
+place and, in advance, of the next place. The model (`ptdmpi.model.sharded`) uses the functions of
+this file to gather weights, and the planner uses them to count bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,8 @@ def gathers(
     A unit (parameters that are sent in one message) is gathered if its weights are not yet in
     memory. `uses` has the units of each place. `passes` has a pair for each op: its places in the
     order of the forward, and its `step`, as in `at_hand`. The places of a backward do not include
-    the embedding if it only looks up rows, because its backward then needs no weights.
+    an embedding that only looks up rows, because the backward of such an embedding needs no
+    weights.
     """
     there: set[str] = set()
     for places, step in passes:

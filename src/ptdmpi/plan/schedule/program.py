@@ -1,5 +1,5 @@
-"""The program of each rank: the rank's ops in the order of a schedule, with the rank's messages
-inserted between them."""
+"""The program of each rank: the rank's ops (forwards and backwards of its stages on microbatches)
+in the order of a schedule, with the rank's messages inserted between the ops."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -63,13 +63,13 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
     The programs cannot deadlock, even on a transport where every message blocks its sender and its
     receiver, and carries no tag. Consider the first unfinished action in the total order. Each rank
-    that takes part in this action has finished all its earlier actions, so all of them have reached
-    the action, and the action proceeds. Messages between two ranks match in order, because both
-    ranks follow the same total order. This proof also holds for devices that execute queued actions
-    in order (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that are
-    called inside an op or started at the end of an op: all replicas execute the same program, so
-    such a collective has the position of its op in the total order. An output is sent as soon as it
-    is computed, because no other Compute comes between the Compute of an op and the Send of its
+    that takes part in this action has finished all its earlier actions. So all these ranks have
+    reached the action, and the action proceeds. Messages between two ranks match in order, because
+    both ranks follow the same total order. This proof also holds for devices that execute queued
+    actions in order (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that
+    are called inside an op or started at the end of an op: all replicas execute the same program,
+    so such a collective has the position of its op in the total order. An output is sent as soon as
+    it is computed, because no other Compute comes between the Compute of an op and the Send of its
     output. Raises DeadlockError if ops of the schedule wait for each other in a circle.
     """
     # any positive costs of ops give an order that cannot deadlock; these costs are similar to the

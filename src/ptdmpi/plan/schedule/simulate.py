@@ -1,4 +1,5 @@
-"""Simulation of a schedule with given costs. The result is a timeline of each rank's ops and waits.
+"""Simulation of a schedule with given costs. The result is a timeline of each rank's ops (forwards
+and backwards of microbatches) and waits.
 
 A training run also records a `Timeline`, so planned steps and measured steps are drawn by the same
 function.
@@ -56,9 +57,9 @@ class Span:
 class Timeline:
     """The spans of one training step on all ranks, planned or measured, in any order.
 
-    `time_unit` is "s" for seconds, or another word if the times are in units of the cost of an op.
-    `inside_s` maps each rank to the seconds that its ops spend in collectives, by group ("tensor",
-    "shard").
+    `time_unit` is "s" if the times are in seconds. If the times are multiples of the cost of an op,
+    `time_unit` is another word. `inside_s` maps each rank to the seconds that its ops spend in
+    collectives, by group ("tensor", "shard").
     """
 
     spans: tuple[Span, ...]

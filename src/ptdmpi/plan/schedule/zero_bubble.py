@@ -55,8 +55,8 @@ def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> 
     With p ranks, each rank stores the tensors of at most 2 p forwards whose W is not done yet. Each
     forward computes one of the two chunks of a rank, so this is as much memory as rank 0 needs in
     1F1B. If a forward (F), I and W take the same time, and there are at least p microbatches, a
-    rank is idle for little more than (p - 1) F, the time after which the first microbatch reaches
-    the last rank.
+    rank is idle for little more than (p - 1) F. After this time the first microbatch reaches the
+    last rank.
     """
     yield from _on_the_v(pipeline, microbatches)[rank]
 

@@ -120,7 +120,8 @@ def difference(layout: Layout, changed: Layout) -> str:
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
     """Return at most `MOST_ADVICE` layouts that are better than the layout of `price`, as (number
     of changes, prices). Each returned layout differs from the layout of `price` by one or two
-    changes. The number of changes in the result is the largest number for any returned layout.
+    changes. The returned number of changes is 2 if any of these layouts needs two changes, and 1
+    otherwise.
 
     If the layout of `price` fits into memory, the result has the fastest layouts after a single
     change. If this layout does not fit, the result has the fastest layouts that fit after one or
@@ -148,9 +149,9 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
 
 
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
-    """Return the seconds of a step, (b'/b + p - 1)(t_f(b) + t_b(b)), for each microbatch size b. b'
-    is the number of sequences that a replica processes in a step, and p is the number of pipeline
-    ranks.
+    """Return a dict from each microbatch size b to the seconds of a step, (b'/b + p - 1)(t_f(b) +
+    t_b(b)). In this formula, b' is the number of sequences that a replica processes in a step, and
+    p is the number of pipeline ranks.
 
     t_f and t_b are the times of forward and backward in the slowest stage (Narayanan et al. 2021,
     equation 1).
@@ -169,10 +170,11 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
     """Return the price of the layout that follows from the rules ("takeaways") of Narayanan et al.
     2021, sections 3.2 to 3.5.
 
-    The tensor-parallel size is the largest that the model and the number of devices per node allow.
-    The pipeline-parallel size is the smallest with which the model fits into memory. The remaining
-    ranks are data-parallel. The microbatch size is the best one by equation 1 of the paper
-    (`microbatch_model`). All activations are recomputed. Returns None if no such layout fits.
+    A replica has the smallest number of ranks with which the model fits into memory. A pipeline is
+    used only together with the largest tensor-parallel size that the model and the number of
+    devices per node allow. The remaining ranks are data-parallel. The microbatch size is the best
+    one by equation 1 of the paper (`microbatch_model`). All activations are recomputed. Returns
+    None if no such layout fits.
     """
     devices = pricer.cluster.node.devices
     within = replace(space, recompute="full", sequence_parallel=False, cuts_sequences=False)

@@ -1,8 +1,8 @@
 """The choice of a run's layout for `ptdmpi train --layout auto`.
 
 The search sets only the keys of the configuration that belong to a layout: the sizes of the axes,
-the schedule, the microbatch size, the recomputation and the sharding. A run with a checkpoint keeps
-its layout.
+the schedule, the microbatch size, the recomputation and the sharding. If the run has a checkpoint,
+nothing is searched, and the run keeps its layout.
 """
 
 import math
@@ -150,14 +150,13 @@ def settled(
     *,
     as_planned: bool = False,
 ) -> tuple[dict[str, Any], str] | None:
-    """Return the configuration tree with a layout, and a text about the choice of this layout. If
-    the run has a checkpoint, the run keeps its layout; otherwise the search chooses the best
-    layout.
+    """Return the configuration tree with a layout, and a text about the choice of this layout. A
+    run with a checkpoint keeps its layout. Otherwise the search chooses the best layout.
 
-    Return None if `run.cluster` is not set; the caller must then measure this machine first.
-    `vocabulary` is a function that opens the data of a configuration and returns the size of the
-    vocabulary. If `as_planned` is True, the search keeps some memory free and prefers simple
-    layouts, as `ptdmpi plan` does. Raises InputError if no layout fits.
+    Return None if `run.cluster` is not set and the run has no checkpoint. The caller must then
+    measure this machine first. `vocabulary` is a function that opens the data of a configuration
+    and returns the size of the vocabulary. If `as_planned` is True, the search keeps some memory
+    free and prefers simple layouts, as `ptdmpi plan` does. Raises InputError if no layout fits.
     """
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)

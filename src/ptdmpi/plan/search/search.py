@@ -1,9 +1,9 @@
 """The search for the fastest legal layouts. The search is exhaustive: it skips a layout only if a
 lower bound of its step time shows that it cannot be among the fastest.
 
-For each set of sizes (sizes of the axes, microbatch size, and chunks per rank), only the fastest
-settings that fit are kept. The settings are recomputation, sequence parallelism, schedule,
-scattering of messages, sharding and offload.
+For each set of sizes (sizes of the axes, microbatch size, and chunks per rank), the search keeps
+only the fastest settings with which the layout fits into memory. The settings are recomputation,
+sequence parallelism, schedule, scattering of messages, sharding and offload.
 
 Each layout has two lower bounds of its step time. The first bound (`Pricer.rough_bound_s`) is
 computed from the mean work of a rank. The second bound (`Pricer.bound_s`) is the maximum of the
@@ -11,9 +11,10 @@ bounds of all ranks. The first bound is never greater than the second bound, and
 compute. The second bound is in turn cheaper to compute than the simulated step time. The search
 visits the layouts in ascending order of the first bound (with their fastest sharding), and
 simulates the visited layouts in ascending order of the second bound. The search ends when the
-bounds of all other layouts are at least the step time of the slowest kept layout. (Layouts that are
-not yet visited have the first bound, visited layouts the second.) At this point no other layout can
-be among the fastest, so the result is the same as if every layout were simulated.
+bounds of all other layouts are at least the step time of the slowest kept layout. (For a layout
+that is not yet visited, this is the first bound; for a visited layout, it is the second bound.)
+When the search ends, no other layout can be among the fastest, so the result is the same as if
+every layout were simulated.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
 second pass simulates only layouts that are simpler than those found so far, and whose bounds are
@@ -52,7 +53,7 @@ from ptdmpi.plan.search.space import (
 
 HEADROOM = 8  # Percent of a device's memory that a plan keeps free.
 # In a plan, layouts whose step times differ by less than this fraction are treated as equally fast,
-# because the error of a predicted step time is larger than this.
+# because the error of a predicted step time is larger than this fraction.
 TIE = 0.02
 # largest number of layouts in a search; a search over this many layouts takes a minute and half a
 # gigabyte of memory
@@ -227,7 +228,7 @@ def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layou
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     """Yield the legal variants of a layout that fit into memory. If the first variant does not fit
-    into memory, no other variant fits.
+    into memory, no other variant fits, because the first variant needs the least memory.
 
     If the first variant recomputes nothing and does not fit, yield the variant that recomputes just
     enough layers to fit. In a pipeline, do this only if `space.uneven` is True, because the stages
@@ -287,9 +288,9 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
 
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
-    """Return the error message for the case that no layout fits. The message says how much memory
-    is needed by the layout that needs the least, and which other settings or numbers of ranks are
-    legal or fit."""
+    """Return the error message for the case that no layout fits. If layouts are legal, the message
+    says how much memory the smallest layout needs, and which other settings or numbers of ranks
+    would fit. Otherwise the message says which numbers of ranks have a legal layout."""
     where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     legal = _all_ways(pricer, space, collected.groups)
     if not legal:

@@ -165,9 +165,9 @@ class Sharding(NamedTuple):
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
     """Return the shardings that the search tries for a layout. A shard group has all ranks with the
     same part of the model, or all such ranks on one node. The optimizer's state is stored on the
-    device, or it is offloaded to a memory whose speed the cluster file states. If no two ranks have
-    the same part of the model, there is nothing to shard, and only the lowest stage of ZeRO is
-    tried."""
+    device, or it is offloaded to the host's memory or to a disk, if the cluster file has the speed
+    of this memory or disk. If no two ranks have the same part of the model, there is nothing to
+    shard, and only the lowest stage of ZeRO is tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.copies > 1:
         shared = _shard_groups(space, pricer, layout)
@@ -271,8 +271,9 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
     """Yield the layout `group`, which has one chunk per rank and comes from the function `groups`,
     with each number of chunks per rank that the search tries. The schedule of the yielded layouts
-    is `space.schedule`, or the default schedule if this is None. Without a pipeline, the only
-    number of chunks is 1. The model has `layers` layers, and `batch` is the global batch."""
+    is `space.schedule`, or, if this is None, the default schedule for the number of chunks. Without
+    a pipeline, the only number of chunks is 1. The model has `layers` layers, and `batch` is the
+    global batch."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline
@@ -321,7 +322,7 @@ def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[L
     """Find, by bisection, the smallest number of fully recomputed layers with which a layout fits
     into memory. `layout` recomputes nothing and does not fit. Yield the layout that recomputes this
     number of layers, beginning with the model's first layer. Yield nothing if the layout fits only
-    if all layers are recomputed, or not even then."""
+    with all layers recomputed, or does not fit at all."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

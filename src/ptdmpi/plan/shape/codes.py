@@ -1,5 +1,6 @@
 """The lengths of codes (compressed gradients) in bits, as closed formulas. The planner computes the
-times of messages from these lengths, and the encoders produce codes of exactly these lengths.
+times of messages from these lengths. The codes of large matrices have these lengths, as means over
+the steps.
 
 Each compressor divides the elements of a parameter into units of consecutive elements; each unit of
 a quantized code has one scale. The last unit of a parameter, or a unit of a bias, may be shorter
@@ -13,19 +14,21 @@ from ptdmpi.config.methods import rounds_of
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
-# The maximum numbers of elements of a unit, for sparse codes and for quantized codes. With these
-# sizes, an index in a sparse code has 12 bits, and a float32 scale in a quantized code adds 1/16
-# bit per element. (The variance of QSGD grows with the size of a unit; Alistarh et al. 2017,
-# section 3.3, also use 512.) For int8 and int4, the key `block` gives the size of a unit.
+# SPARSE and QUANTISED are the largest numbers of elements of a unit in sparse codes and in
+# quantized codes. With these sizes, an index in a sparse code has 12 bits, and a float32 scale in a
+# quantized code adds 1/16 bit per element. The units of QSGD must be small, because its variance
+# grows with the size of a unit. (Alistarh et al. 2017, section 3.3, also use 512.) For int8 and
+# int4, the key `block` gives the size of a unit.
 SPARSE, QUANTISED = 4096, 512
-# Largest number of elements that are encoded at once, unless a single tile has more.
+# Largest number of elements that are encoded at once, unless a single tile has more. A tile
+# consists of neighbouring rows or columns of a parameter.
 MOST_ELEMENTS = 2**20
 # Encoding and decoding need working memory. For each element, this memory holds at most NUMBERS
 # floating-point numbers and INTEGERS 64-bit integers. Some kinds of error feedback need more
 # floating-point numbers per element; MORE_NUMBERS has how many more. With double_squeeze and
-# neolithic, each tile (neighbouring rows or columns of a parameter) is averaged by one data rank,
-# the server of the tile; the memory of a server is counted as if the server averaged all tiles. The
-# values are measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
+# neolithic, each tile is averaged by one data rank, the server of the tile. The memory of a server
+# is counted as if the server averaged all tiles. The values of NUMBERS, INTEGERS and MORE_NUMBERS
+# are measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
@@ -43,7 +46,8 @@ def largest_tile(model: ModelConfig, vocab_size: int) -> int:
 def _tile(part: Part, cut: int) -> int:
     """Return the number of elements of the largest tile into which the weights of `part` (for
     example, of a linear layer) are cut. If possible, the lines (rows or columns) of a weight are
-    divided into `cut` = gcd(heads, ffn_hidden) equal slices."""
+    divided into `cut` = gcd(heads, ffn_hidden) equal slices. Every legal tensor-parallel size
+    divides this number, so no layout cuts a tile."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):
@@ -64,9 +68,9 @@ def _tile(part: Part, cut: int) -> int:
 
 
 def _lines(lines: int, shares: int) -> int:
-    """Return the number of consecutive lines (rows or columns of a parameter) that always stay in
-    one tile. If the parameter's `lines` lines can be divided into `shares` equal slices, the result
-    is the number of lines of a slice. Otherwise the result is 1: for example, the table of a padded
+    """Return the number of consecutive lines (rows or columns of a parameter) that form a tile. If
+    the parameter's `lines` lines can be divided into `shares` equal slices, the result is the
+    number of lines of a slice. Otherwise the result is 1: for example, the table of a padded
     vocabulary may be cut after any of its lines."""
     if lines % shares:
         return 1
@@ -94,8 +98,9 @@ def bits_per_element(
     """Return the number of bits per element in the code of a large matrix. `number_bits` is the
     number of bits of an uncompressed number.
 
-    The result is for one encoding of the matrix, as the mean over steps. `tile` is the shape
-    (number of lines, length of a line) of the tiles that PowerSGD factorizes.
+    The result counts a single encoding of the matrix. If the length of the code differs between
+    steps, the result is the mean over steps. `tile` is the shape (number of lines, length of a
+    line) of the tiles that PowerSGD factorizes.
     """
     match section.compressor:
         case "top_k":

@@ -1,12 +1,13 @@
-"""The assignment of matrices to the ranks of a shard group, for the optimizer Muon. Muon
-orthogonalizes the update of each matrix on one rank, to which the other ranks send their slices of
-the matrix.
+"""The assignment of matrices to the ranks of a shard group (ranks that divide optimizer state among
+themselves, as in ZeRO), for the optimizer Muon. Muon orthogonalizes the update of each matrix on
+one rank, to which the other ranks send their slices of the matrix.
 
-Sharding lays all parameters in a row, the flat order, and divides the row among the ranks. Some of
-the cuts are inside matrices that Muon must update as a whole. One of the ranks that have a slice of
-such a matrix is the owner of the matrix and orthogonalizes the update. The other ranks send their
-slices to the owner, and receive their slices of the update. Different matrices have different
-owners, so the ranks of a group share the work. A matrix that is completely on one rank is not sent.
+Sharding joins all parameters to one flat buffer and divides the buffer among the ranks. The order
+of the parameters in the buffer is called the flat order. Some of the cuts between ranks are inside
+matrices that Muon must update as a whole. One of the ranks that have a slice of such a matrix is
+the owner of the matrix and orthogonalizes the update. The other ranks send their slices to the
+owner, and receive their slices of the update. Different matrices have different owners, so the
+ranks of a group share the work. A matrix that is completely on one rank is not sent.
 """
 
 import itertools
@@ -105,9 +106,9 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
     """Return the work of each rank of a shard group. All ranks of the group have the same stages of
     a model, which `part` describes.
 
-    `sharing` has the number of ranks in the group, and the ZeRO stage. The stage determines what is
-    divided among the ranks as one unit: all parameters except a tied table (ZeRO 1), or each layer
-    (ZeRO 2 and 3).
+    `sharing` has the number of ranks in the group, and the ZeRO stage. The ZeRO stage determines
+    which parameters are divided among the ranks as one unit: all parameters except a tied table
+    (ZeRO 1), or each layer (ZeRO 2 and 3).
     """
     work = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, part, sharing))
@@ -129,13 +130,13 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
 def _cut(
     model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
 ) -> Iterator[tuple[Whole, list[Slice]]]:
-    """Yield each matrix and its slices, in the flat order (the order in which sharding lays the
-    parameters in a row).
+    """Yield each matrix and its slices, in the flat order (the order of the parameters in the
+    buffer that sharding divides).
 
-    In each unit of the flat order, embedding tables and matrices come before vectors. Under ZeRO 2
-    and 3, a unit is a layer. Under ZeRO 1, all parameters except a tied table are one unit. If
-    experts are distributed over ranks, each of these units is followed by a separate unit with its
-    experts.
+    The flat order consists of units; the parameters of a unit are divided among the ranks together.
+    In each unit, embedding tables and matrices come before vectors. Under ZeRO 2 and 3, a unit is a
+    layer. Under ZeRO 1, all parameters except a tied table are one unit. If experts are distributed
+    over ranks, each of these units is followed by a separate unit with its experts.
     """
     runs = trained_runs(part.runs)
     units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
@@ -166,8 +167,8 @@ def _cut(
 
 def _groups(part: ModelPart) -> tuple[bool | None, ...]:
     """Return a flag for each group of parameters that has its own units. If experts are distributed
-    over ranks, there are two groups: all parameters except experts (False), and experts (True).
-    Otherwise there is one group of all parameters (None)."""
+    over ranks, there are two groups: the parameters of experts (True), and all other parameters
+    (False). Otherwise there is one group with all parameters (None)."""
     return (False, True) if part.dealing.ranks > 1 else (None,)
 
 
@@ -185,10 +186,10 @@ def _of_head(
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return two numbers of elements of the stages `part`: the number of elements of the
-    embedding's tables, which come before the layers, and the number of elements of all parameters
-    of the embedding and the head. Neither number includes a table that is used both before and
-    after the layers."""
+    """Return two numbers of elements for the stages that `part` describes. The first number counts
+    the embedding's tables, which come before the layers in the flat order. The second number counts
+    all parameters of the embedding and the head. Neither number includes a table that is used both
+    before and after the layers."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.shares_table
     front = every = 0
@@ -203,5 +204,5 @@ def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> t
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
     """Return the number of elements, including padding, that the trained parameters among `parts`
-    take in the row of parameters that sharding divides."""
+    occupy in the flat buffer that sharding divides."""
     return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

@@ -21,10 +21,10 @@ STEPS = 5  # number of steps of the iteration that orthogonalizes a matrix
 
 
 class Whole(NamedTuple):
-    """A parameter that consists of matrices that Muon updates as wholes. `shapes` has (rows,
-    columns) for each of its matrices. `local` is the number of elements of the parameter on one
-    tensor-parallel rank. `divided` is False if every tensor-parallel rank has the whole
-    parameter."""
+    """A parameter that consists of one or several matrices, each of which Muon updates as a whole.
+    `shapes` has (rows, columns) for each matrix of the parameter. `local` is the number of elements
+    of the parameter on one tensor-parallel rank. `divided` is False if every tensor-parallel rank
+    has the whole parameter."""
 
     shapes: tuple[tuple[int, int], ...]
     local: int
@@ -50,8 +50,8 @@ def wholes(
 
 
 def wholes_of(parts: Iterable[Part], tensor: int) -> list[Whole]:
-    """Return the trained matrices of the parts `parts`, in order, on one of `tensor`
-    tensor-parallel ranks."""
+    """Return the trained matrices of the parts `parts` (such as linear layers), in order, on one of
+    `tensor` tensor-parallel ranks."""
     matrices = list[Whole]()
     for part in parts:
         if isinstance(part, Linear) and part.trains:
@@ -96,10 +96,10 @@ def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widen
     converted to the type in which Muon iterates; if other ranks have the rest of the slice, there
     is also a buffer for the whole slice. At the second point, the slices of all tensor-parallel
     ranks are gathered and joined into the whole parameter. At the third point, memory holds the
-    whole parameter and one of two sets of tensors: the iterate, the next iterate and the products
-    of the iterate's rows; or the update, and this rank's slice of the update in float32. If
-    `widens` is True, matrices in fp16 and bf16 are multiplied in float32, so float32 copies of both
-    operands and of the result are in memory.
+    whole parameter and one of two sets of tensors. The first set is the iterate, the next iterate,
+    and the product of the iterate with its own transpose. The second set is the update, and this
+    rank's slice of the update in float32. If `widens` is True, matrices in fp16 and bf16 are
+    multiplied in float32, so float32 copies of both operands and of the result are in memory.
     """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements

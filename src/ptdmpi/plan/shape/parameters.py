@@ -21,9 +21,10 @@ class ModelPart(NamedTuple):
     """A part of a model on one of `tensor` tensor-parallel ranks: a stage, or all stages of a
     pipeline rank.
 
-    `runs` lists the layers of this part in order: each entry is a kind of layer, and the number of
-    consecutive layers of this kind. `first` is True if the part has the embedding, and `last` is
-    True if the part has the head. `dealing` says how experts are distributed over ranks.
+    `runs` lists the layers of this part in order. Each entry is a kind of layer (with or without
+    experts, with or without a backward), and the number of consecutive layers of this kind. `first`
+    is True if the part has the embedding, and `last` is True if the part has the head. `dealing`
+    says how experts are distributed over ranks.
     """
 
     runs: Runs
@@ -85,15 +86,17 @@ def layer(
 
 
 def is_of_expert(name: str) -> bool:
-    """Return True if the parameters named `name` belong to an expert. The name is that of
-    parameters in a layer, or after the last layer."""
+    """Return True if the parameters named `name` belong to an expert. `name` is the name of
+    parameters within their layer, for example "mlp.experts.0.up", or the name of parameters after
+    the last layer."""
     in_module = name.startswith(f"{MODULES}.") and ".mlp.experts." in name
     return name.startswith("mlp.experts.") or in_module
 
 
 def is_of_router(name: str) -> bool:
-    """Return True if the parameters named `name` belong to the router of the experts. The name is
-    that of parameters in a layer, or after the last layer."""
+    """Return True if the parameters named `name` belong to the router of the experts. `name` is the
+    name of parameters within their layer, for example "mlp.router", or the name of parameters after
+    the last layer."""
     in_module = name.startswith(f"{MODULES}.") and name.endswith(".mlp.router")
     return name == "mlp.router" or in_module
 
@@ -119,8 +122,8 @@ def head(model: ModelConfig, vocab_size: int, dealing: Dealing = ON_ONE_RANK) ->
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of the head that computes scores for a complete sequence, by
-    name. A model that was only trained on text does not have these weights. The result is empty if
-    the model has no such head."""
+    name. A checkpoint of a pretrained language model does not have these weights. The result is
+    empty if the model has no such head."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":
@@ -203,8 +206,9 @@ def places(
     model: ModelConfig, vocab_size: int, stage: ModelPart, *, trains: bool = True
 ) -> list[list[int]]:
     """Return the number of elements of each unit of a stage on one tensor-parallel rank. A unit is
-    a set of parameters that are gathered or summed in one message if state is sharded. The result
-    has a list of units for each place of the stage (the embedding, each layer, and the head).
+    a set of parameters that are gathered or summed in one message if the training state is sharded.
+    The result has a list of units for each place of the stage (the embedding, each layer, and the
+    head).
 
     A table that embedding and head share is a separate unit in the lists of both. If `trains` is
     True, the units contain the trained parameters. If `trains` is False, the units contain the
@@ -307,7 +311,8 @@ def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list
     """Return the number of elements of each unit (see `places`) of the frozen weights that are not
     quantized. ZeRO 3 gathers these weights.
 
-    Layers without a backward have as many frozen weights as the other layers.
+    The number of quantized weights is subtracted from the number of frozen weights of each layer.
+    This number is the same for all layers, even for layers without a backward.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

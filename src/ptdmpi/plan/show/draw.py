@@ -1,9 +1,9 @@
 """Pictures of a timeline: as text for a terminal, as PNG or as SVG. Planned and measured timelines
 are drawn in the same way.
 
-Each kind of op has a letter and a colour (see `OP_KINDS`), and each chunk of a rank has its own
-shade of the colour. Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure
-4. Idle time is grey, and waiting for an input is hatched.
+Each kind of op (such as forward and backward) has a letter and a colour (see `OP_KINDS`), and each
+model chunk of a rank has its own shade of the colour. Forwards are blue and backwards green, as in
+Narayanan et al. 2021, Figure 4. Idle time is grey, and waiting for an input is hatched.
 """
 
 import math
@@ -53,8 +53,8 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class Chunks:
-    """The chunks of each rank, derived from the stages whose ops the rank runs. The first chunk of
-    a rank has the index 0."""
+    """The model chunks of each rank, derived from the stages whose ops the rank runs. The first
+    chunk of a rank has the index 0."""
 
     def __init__(self, timeline: Timeline) -> None:
         # stages are derived from the spans, because a timeline that was read from a file has no
@@ -83,8 +83,8 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
 
     Each op is shown as the number of its microbatch. The rest of the op's width is filled with the
     mark of its kind, or, in colour, with blanks. If some op is too narrow for its number, only the
-    last digits of all numbers are shown, or no digits. In this case, an additional line says how
-    many columns would show all numbers.
+    last digit of each number is shown, or no digit at all. In this case, an additional line says
+    how many columns would show all numbers.
     """
     ranks, chunks = timeline.ranks, Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -143,9 +143,9 @@ def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
 
 
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
-    """Return the largest scale, in columns per second, at which the timeline fits into `columns`.
-    If all ops start and end at multiples of the time of the shortest op, the shortest op gets a
-    whole number of columns."""
+    """Return the largest scale, in columns per second, at which the timeline fits into `columns`
+    columns of a terminal. If all ops start and end at multiples of the time of the shortest op, the
+    shortest op gets a whole number of columns."""
     if timeline.makespan_s <= 0:
         return 0.0
     computes = [span for span in timeline.spans if span.computes]
@@ -177,7 +177,7 @@ def _labels(
 ) -> tuple[Callable[[Span], str], list[str]]:
     """Return two values for a timeline whose lines begin in column `margin`: a function that
     returns the label of a span at the scale `columns_per_s`, and a list. If the labels are
-    shortened, the list has a note about this for the user; otherwise it is empty."""
+    shortened, the list has a note for the user that says so. Otherwise the list is empty."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
@@ -185,7 +185,8 @@ def _labels(
 
     def needed(span: Span, digits: int) -> int:
         # A number of several digits needs one more column as a gap. A number of one digit needs one
-        # more column for the mark of its kind, except in colour and for the first kind.
+        # more column for the mark that shows the kind of op. In colour, the colour shows the kind,
+        # and ops of the first kind (forward) need no mark.
         return digits + (digits > 1 or (span.kind != first_kind and not color))
 
     def fits(digits: int) -> bool:

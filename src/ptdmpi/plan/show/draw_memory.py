@@ -23,9 +23,9 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     """Return, for each pipeline rank, its memory during a step as (moments in seconds, bytes in use
     from each moment on).
 
-    Weights, gradients and optimizer state are in memory during the whole step. Each op uses its
-    working memory while it runs, adds the tensors that it keeps for later ops, and frees tensors
-    that earlier ops kept.
+    Weights, gradients and optimizer state are in memory during the whole step. Each op (forward or
+    backward) uses its working memory while it runs, adds the tensors that it keeps for later ops,
+    and frees tensors that earlier ops kept.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
     times = pricer.times.stage_times(layout, microbatches)
@@ -108,8 +108,8 @@ def envelope(
 ) -> tuple[list[float], list[float], list[float]]:
     """Return (moments, smallest memory, largest memory), three lists of at most about `COLUMNS`
     numbers each. `amounts` has the memory in use from each of the `moments` on. The results are the
-    minimum and the maximum between one moment and the next, so that a picture can show many short
-    peaks."""
+    minimum and the maximum of the memory between one returned moment and the next, so that a
+    picture can show many short peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS

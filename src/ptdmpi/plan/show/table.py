@@ -38,7 +38,7 @@ LEGEND = (
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
     """Return the entry of a layout in the JSON that `ptdmpi plan --json` prints. `tokens` is the
-    number of tokens of the whole training. If `tokens` is given, the entry also has the days and
+    number of tokens of the whole training. If `tokens` is not None, the entry also has the days and
     the rank-hours of the training."""
     layout = price.layout
     entry: dict[str, Any] = {
@@ -142,8 +142,8 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def duration(seconds: float, of: float) -> str:
-    """Return a time as text, in s, ms or us. The unit is the one that suits the total time `of`, in
-    seconds."""
+    """Return a time of `seconds` seconds as text, in s, ms or us. The unit is the largest of these
+    that is not longer than the total time `of`, in seconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"

@@ -1,9 +1,9 @@
 """The description of the modules for multi-token prediction (DeepSeek-AI 2024, V3: arXiv
 2412.19437, section 2.2), and of everything after the last layer of a model.
 
-Module k (from 0) predicts, at position i, the token i + 2 + k. Module 0 combines the activation of
-the model, and any other module the activation of the module before it, with the embedding of the
-token i + 1 + k:
+Module k (from 0) predicts, at position i, the token i + 2 + k. Each module combines two inputs: the
+embedding of the token i + 1 + k, and an activation. Module 0 reads the activation of the last
+layer; any other module reads the activation of the module before it:
 
     next -> look-up -> norm
     x -> norm, next -> concatenation -> linear layer -> layer -> norm -> output head -> loss
@@ -84,8 +84,9 @@ def module(model: ModelConfig, vocab_size: int, number: int) -> tuple[Operator, 
 
 def _is_read_again(model: ModelConfig, number: int) -> bool:
     """Return True if module `number` + 1 keeps the activation that the output head after module
-    `number` reads. With muP, the result is False: the input of the head is multiplied by a factor,
-    and the head keeps the product, which no module reads."""
+    `number` reads. If `number` is -1, the output head is the head of the model itself. With muP,
+    the result is False: the input of the head is multiplied by a factor, and the head keeps the
+    product, which no module reads."""
     return number + 1 < model.mtp_modules and model.width_ratio == 1.0
 
 

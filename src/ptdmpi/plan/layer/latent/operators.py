@@ -17,8 +17,8 @@ from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.products import Multiply, summed
 from ptdmpi.plan.layer.sizes import Sizes
 
-# Number of times that the rotation reads or writes each rotated element, in two products and two
-# sums for each half.
+# Number of times that the rotation reads or writes each rotated element. The rotation computes a
+# product and a sum for each half of the rotated elements.
 ROTATED_MOVES = 5
 EXPANSION = "attention.kv_up"  # name of the operator that expands keys and values
 
@@ -78,7 +78,8 @@ class SplitLatents(Operator):
 
 class ExpandLatents(Multiply):
     """The linear layer that expands the latent vector to the keys and values of this rank's heads.
-    In generation with a cache, the latent vectors are not expanded (V2, section 2.1.2)."""
+    In generation with a cache, the latent vectors are not expanded: the attention core works on the
+    latent vectors themselves (V2, section 2.1.2)."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,14 @@ class JoinLatents(Operator):
     key [rows, rotated elements] -> queries, keys and values by head.
 
     The rotated elements are the last ones of each query and of each key. All heads have the same
-    rotary key, so each tensor rank computes a summand of its gradient.
+    rotary key, so each tensor rank computes only a summand of the gradient of the rotary key.
     """
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute queries, keys and values. Queries: rotate their last
-        elements, and join these with the unrotated elements. Keys: rotate the rotary key, and join
-        it with the unrotated elements of each head's key. Values: copy them."""
+        """Yield the kernels that compute queries, keys and values. For the queries, the kernels
+        rotate the last elements and join them with the unrotated elements. For the keys, the
+        kernels rotate the rotary key and join it with the unrotated elements of each head's key.
+        The values are copied."""
         shape = _Shape.of(sizes)
         e = sizes.compute_bytes
         yield from shape.rotations(e, turns_back=False)
@@ -104,7 +106,8 @@ class JoinLatents(Operator):
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of the backward. They rotate gradients back, sum the gradient of the
-        rotary key over the heads, and join the parts of each gradient of an input."""
+        rotary key over the heads, and join the rotated and the unrotated part of each input's
+        gradient."""
         shape = _Shape.of(sizes)
         e = sizes.compute_bytes
         yield from shape.rotations(e, turns_back=True)
@@ -178,6 +181,7 @@ class _Shape:
 
 
 class ExpandOutputs(Operator):
-    """In generation with a cache: the outputs of the heads, which are weighted sums of latent
-    vectors -> the same outputs, expanded to the size of a head's values. In training, the values
-    are expanded before the attention core, so this operator returns its input and has no costs."""
+    """The expansion of the outputs of the heads to the size of a head's values, in generation with
+    a cache. There, the outputs of the attention core are weighted sums of latent vectors. In
+    training, the values are expanded before the attention core, so this operator returns its input
+    and has no costs."""

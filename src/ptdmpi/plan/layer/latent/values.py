@@ -24,8 +24,8 @@ def fills_values(sizes: Sizes) -> bool:
         return False  # attention by matrix products
     if sizes.on_host:
         return True
-    # in float32 and float64, and if a rank has queries at only some positions, the kernels also
-    # accept values that are smaller than keys
+    # the kernels for float32 and float64, and the kernels for a rank that has queries at only some
+    # positions, also accept values that are smaller than keys
     return sizes.compute_bytes < sizes.wide_bytes and exchange != "all_gather"
 
 
@@ -53,8 +53,8 @@ def filling(sizes: Sizes, *, backward: bool) -> Iterator[Kernel]:
 
 def filled_bytes(sizes: Sizes, *, backward: bool) -> int:
     """Return the working bytes of the filled tensors: values and outputs, and, in a backward, also
-    the gradients of both. The values of all keys are filled up, and the outputs of the queries that
-    one kernel computes."""
+    the gradients of both. Values are counted for all keys, and outputs for the queries that one
+    kernel computes."""
     if not fills_values(sizes):
         return 0
     shape = core_shape(sizes)

@@ -3,9 +3,9 @@ device measure the time.
 
 A call that gives work to a device returns before the device has done the work, so the host's time
 before and after the call does not measure the work. A clock therefore makes marks, such as CUDA
-events. Each mark has a position in the order of the device's work. Once the device has done all
-work before the mark, the time of the mark is known. A mark of the host is done as soon as it is
-made.
+events. Each mark has a position in the order of the device's work. A mark is done when the device
+has done all work before the mark; only then can the time of the mark be read. A mark of the host is
+done as soon as it is made.
 """
 
 import time
@@ -26,8 +26,8 @@ class Mark(Protocol):
         may call it."""
 
     def at_s(self) -> float:
-        """Return the time of the mark in seconds, on the clock of `time.perf_counter`. The device
-        must have passed the mark."""
+        """Return the time of the mark in seconds, on the clock of `time.perf_counter`. Call this
+        method only after the device has passed the mark."""
 
 
 class Clock(Protocol):
@@ -104,8 +104,9 @@ class _DeviceMark:
 
 
 class DeviceClock:
-    """The clock of a device. A mark is an event in the device's current stream. Times are measured
-    from the moment at which the host last waited for the device."""
+    """The clock of a device. A mark is an event in the device's current stream. The time of a mark
+    is the sum of two times: the host's time at which the host last waited for the device, and the
+    time that the device measures from that moment to the mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

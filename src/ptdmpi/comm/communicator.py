@@ -1,5 +1,5 @@
 """The interface of communicators: the operations that a transport (a library that sends messages)
-must offer to other layers.
+must offer to the rest of ptdmpi.
 
 A communicator is one rank's view of a group of ranks, such as an axis of the process grid. In a
 group of one rank the same code runs without communication. Tensors must be contiguous. A rank may
@@ -52,8 +52,8 @@ DONE: Handle = _Done()
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The sizes of an all-to-all on one rank: how many elements of its flat tensor the rank sends
-    to each rank, and how many elements of its flat result come from each rank."""
+    """The sizes of an all-to-all on one rank. The rank sends `sent[k]` elements of its flat tensor
+    to rank k. Rank k sends `received[k]` elements of this rank's flat result."""
 
     sent: Sequence[int]
     received: Sequence[int]
@@ -67,14 +67,15 @@ class Communicator(WireTraits, ABC):
     """One rank's view of a group of ranks, such as an axis of the process grid. `rank` is the
     number of this rank in the group, and `size` is the number of ranks in the group.
 
-    MPI carries the control messages of every transport. `busy` names the collective that this rank
-    executes, or is empty; any thread may read it. `tally` counts the bytes of tensors that this
-    rank sends. `under_way` keeps the tensors of collectives that are not complete, because the
-    transport may write to them even after the code that began a collective has failed.
+    Every transport sends objects and numbers of the host through `control`, an MPI communicator.
+    `busy` names the collective that this rank executes, or is empty; any thread may read it.
+    `tally` counts the bytes of tensors that this rank sends. `under_way` keeps the tensors of
+    incomplete collectives, because the transport may write to them even if the code that began a
+    collective has failed.
     """
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
-        """Store the MPI communicator `control`. `clock` times the transport's work."""
+        """Store `control`, the `clock` that times collectives, and the name of the `group`."""
         self.control = control
         self.clock = clock
         self.group = group
@@ -239,7 +240,7 @@ class Communicator(WireTraits, ABC):
         self.isend(tensor, peer).wait()
 
     def recv(self, tensor: Tensor, peer: int) -> Tensor:
-        """Receive `tensor` from rank `peer`, and return it."""
+        """Fill `tensor` with the tensor that rank `peer` sends, and return it."""
         self.irecv(tensor, peer).wait()
         return tensor
 
@@ -250,7 +251,7 @@ class Communicator(WireTraits, ABC):
         return self._isend(tensor.view(-1), peer)
 
     def irecv(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to receive `tensor` from rank `peer`."""
+        """Begin to fill `tensor` with the tensor that rank `peer` sends."""
         _require(tensor)
         return self._irecv(tensor.view(-1), peer)
 
@@ -331,7 +332,7 @@ class Communicator(WireTraits, ABC):
         *arguments: Any,
         counted_bytes: int | None = None,
     ) -> Handle:
-        """Begin the collective `name` on flat tensors, and count its bytes.
+        """Begin the collective `name` on flat tensors, and count its bytes. Return the handle.
 
         The tally counts `counted_bytes`; None means the size of the largest tensor: the full result
         of an all-gather, or the full input of a reduce-scatter.
@@ -415,8 +416,8 @@ class _All:
 class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
-    This class uses sends and receives, which every transport has. A transport with its own support
-    for graphs has a subclass. In tallies and in `busy`, an exchange has the name "neighbours".
+    This class uses sends and receives, which every transport has. A transport that supports graphs
+    has a subclass. In tallies and in `busy`, an exchange has the name "neighbours".
     """
 
     def __init__(

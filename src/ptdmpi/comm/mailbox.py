@@ -44,8 +44,8 @@ class Mailbox:
         self._own.clear()
         status = MPI.Status()
         while self.size > 1:
-            # improbe matches a message, so that exactly this message is received (MPI 4.1, section
-            # 3.8.2)
+            # improbe reserves the message that it finds, so that `recv` receives exactly this
+            # message (MPI 4.1, section 3.8.2)
             message = self.control.improbe(status=status)
             if message is None:
                 break

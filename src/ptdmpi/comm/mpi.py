@@ -20,8 +20,8 @@ from ptdmpi.comm.sums import combine
 # Up to this number of bytes, an all-reduce is faster if the ranks gather the full tensors of all
 # ranks than if they use a reduce-scatter and an all-gather.
 DIRECT_BYTES = 32 * 1024
-# Up to this number of bytes, two ranks exchange full tensors. They send as many bytes as in a
-# reduce-scatter and an all-gather, but need half as many messages.
+# In a group of two ranks, tensors of up to this number of bytes are exchanged in full. The ranks
+# then send as many bytes as in a reduce-scatter and an all-gather, but half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Larger tensors are reduced in buckets of this number of bytes, so that temporary memory stays in
 # the cache of the processor.
@@ -50,7 +50,8 @@ def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
 
 
 class _Request:
-    """An MPI request, and the host tensor that it sends or receives."""
+    """An MPI request, and the host tensor `host` that it sends or receives. When a message has been
+    received, `host` is copied to the tensor `target`, which may be on a device."""
 
     def __init__(
         self,
@@ -219,7 +220,8 @@ class MpiNeighbourhood(Neighbourhood):
             self.sources, self.destinations, reorder=False
         )
         group.made.append(self._graph)
-        # a new communicator must not be used before this barrier: see `World`
+        # no rank may use the new communicator before this barrier; the docstring of `World` gives
+        # the reason
         group.control.Barrier()
 
     def _gather(self, result: Tensor, flat: Tensor) -> Handle:

@@ -161,8 +161,9 @@ def pinned_like(values: Tensor) -> Tensor:
 
 
 def on_its_way(values: Tensor) -> Tensor:
-    """Begin to copy `values` to the host, and return the host tensor. Its values are valid only
-    after `Clock.settle` has waited for the device."""
+    """Begin to copy `values` to the host, and return the host tensor. The values of the host tensor
+    are valid only after `Clock.settle` has waited for the device. If `values` are already on the
+    host, return `values` without a copy."""
     if values.device.type == "cpu":
         return values
     return pinned_like(values).copy_(values, non_blocking=True)

@@ -1,6 +1,7 @@
 """The base class of the transports for devices. A library such as NCCL sends tensors that are on a
 device, and MPI sends tensors that are on the host. For each pair of neighbours in the pipeline
-there is one connection per direction."""
+there is one connection per direction, because the messages of a connection are sent one after the
+other."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -134,8 +135,9 @@ class RoutedCommunicator(Communicator):
 
 def neighbour_pairs(size: int) -> Iterator[Pair]:
     """Yield the directed pairs of neighbours in a pipeline of `size` ranks. The last rank and the
-    first rank are neighbours, too, because each rank may have several stages. If each rank connects
-    its own pairs one after the other, in the yielded order, the ranks cannot deadlock.
+    first rank are neighbours, too: if each rank has several stages, the last rank sends the output
+    of a stage to the first rank. If each rank connects its own pairs one after the other, in the
+    yielded order, the ranks cannot deadlock.
 
     The reason is that the two ranks of the first pair that is not yet connected have connected all
     their earlier pairs, so nothing delays this pair. Pairs without a common rank connect at the

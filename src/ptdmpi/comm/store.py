@@ -70,7 +70,8 @@ class MpiStore(Store):
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
         """Store `value` if the present value of the key is `expected`. Return the value of the key
-        after the call."""
+        after the call. A missing key counts as a key with an empty value. If the key is missing and
+        `expected` is not empty, store nothing and return `expected`."""
         return self._ask("compare_set", key, _bytes(expected), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:

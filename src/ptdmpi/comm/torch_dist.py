@@ -86,9 +86,9 @@ class Session:
         Session.now = None
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
-        """Return a process group of the world ranks `ranks`, in ascending order. Only the ranks of
-        the new group call this method. `most(number)` returns the greatest `number` that any rank
-        of the new group has passed to `most`."""
+        """Return a process group of the world ranks `ranks`, which must be in ascending order. Only
+        the ranks of the new group call this method. `most(number)` returns the greatest `number`
+        that any rank of the new group has passed to `most`."""
         # torch names a group after its ranks and the number of groups that the process has made.
         # That number must therefore be the same on all ranks of the new group.
         for _ in range(most(self.made) - self.made):

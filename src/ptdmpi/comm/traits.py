@@ -29,9 +29,9 @@ class WireTraits:
 
     @classmethod
     def open(cls, everyone: "MPI.Comm", device: torch.device) -> str:
-        """Prepare the transport on all ranks of a world, before its groups are connected. The ranks
-        compute on `device`. Return a remark for the log. Raises SharedInputError on every rank if
-        the transport cannot be used."""
+        """Prepare the transport on all ranks of a world, before the groups of the world are
+        connected. The ranks compute on `device`. Return a remark for the log. Raises
+        SharedInputError on every rank if the transport cannot be used."""
         return ""
 
     def pending(self) -> str:

@@ -270,7 +270,7 @@ class World:
 
 def _abort(communicators: Iterable[Communicator]) -> None:
     for communicator in communicators:
-        # if ending one transport fails, still end the others
+        # if the abort of one communicator fails, still abort the others
         with contextlib.suppress(Exception):
             communicator.abort()
 
@@ -338,6 +338,6 @@ def fail_together(world: World) -> Iterator[None]:
 
 def _is_of_output(error: OSError) -> bool:
     """Return True if `error` comes from a write to stdout or stderr: the program that reads the
-    output has ended, or the disk is full or broken. An error of any other file contains the name of
-    this file."""
+    output has ended, or the disk is full or broken. Errors of other files are recognized by the
+    file name that they contain."""
     return error.filename is None and error.errno in OUTPUT_ERRORS

@@ -7,7 +7,8 @@ three or more ranks should have the same values, the values of the majority are 
 If there are only two such ranks and their values differ, it is unknown which rank is right. Each
 rank also compares its hashes with the hashes that it computed after its previous update. This
 second comparison needs no replicas, and shows on which rank the values have changed. Hashes are
-compared late in a step: after the step has used the state, and before the update replaces it.
+compared late in a step: after the step has used the state, and before the update replaces it. A
+change at any time since the last update is therefore found.
 """
 
 import hashlib
@@ -188,7 +189,7 @@ def hash_of(values: Tensor) -> Tensor:
 def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
     """Combine the hashes `values` of this rank's tensors. `members` has, for each tensor, the ranks
     that should have the same values in it. Return one combined hash for each such group of at least
-    two ranks; it covers all tensors that the group shares."""
+    two ranks. A combined hash covers all tensors that the ranks of the group have in common."""
     sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
     for ranks, value in zip(members, values, strict=True):
         if ranks in sums:
@@ -199,9 +200,9 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Compare the combined hashes `sums` of rank `rank` with the combined hashes of all higher
-    ranks that should have the same values. Return True if they are equal. `every` has the combined
-    hashes of each rank."""
+    """Compare the combined hashes `sums` of rank `rank` with the combined hashes of those ranks
+    with greater numbers that should have the same values. Return True if they are equal. `every`
+    has the combined hashes of each rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

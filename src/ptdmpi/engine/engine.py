@@ -163,9 +163,9 @@ class Engine:
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
             greatest = self.scales.sent()
-            # The host waits for the device only here and when gradients are compressed. It waits
-            # because loss and norm decide whether the step is skipped, and because the update must
-            # not use the incomplete result of an aborted message.
+            # The host waits for the device here, because loss and norm decide whether the step is
+            # skipped, and because the update must not use the incomplete result of an aborted
+            # message. Most runs wait only here; experts, for example, need further waits.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
@@ -370,8 +370,8 @@ def _stages(
 
 def _sums_early(config: Config, axes: Axes) -> bool:
     """Return True if the all-reduces of gradients begin before the last backward of a step ends.
-    Each module must then be a separate shard unit, whose gradients one all-reduce sums. The result
-    is True only for the data-parallel method `all_reduce`."""
+    Each module must then be a separate shard unit (a group of parameters whose gradients one
+    all-reduce sums). The result is True only for the data-parallel method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
     # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it

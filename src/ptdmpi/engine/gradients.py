@@ -1,4 +1,4 @@
-"""The reduction of gradients. Its input is the gradients of each rank's own microbatches; its
+"""The reduction of gradients. The input is the gradients of each rank's own microbatches. The
 results are the gradients that the update uses, and their norm.
 
 The reduction is a sequence of several steps (`GradientStep`), each over one group of ranks. The
@@ -50,9 +50,9 @@ class PartialSum:
 
 
 class CopiedShares:
-    """The sum of gradients over neighbours on the tensor axis that have copies of the same
-    parameter, such as a key head that serves the queries of several ranks. Each neighbour computes
-    the part of the gradient that comes from its own queries.
+    """The sum of the gradients of parameters that are copied on neighbouring ranks of the tensor
+    axis. An example is a key head that serves the queries of several ranks. Each of these ranks
+    computes the part of the gradient that comes from its own queries.
 
     `copied` maps the name of a parameter to its slices on this rank. Other ranks have copies of
     some of these slices.
@@ -80,8 +80,9 @@ class CopiedShares:
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                # If this rank has no elements of the slice, no rank of the tensor axis has any,
-                # because all these ranks shard their shard units equally.
+                # If this rank's shard has no elements of the slice, the shards of the other tensor
+                # ranks have none, either, because all tensor ranks divide their state equally among
+                # the ranks of their shard groups.
                 if not views:
                     continue
                 local = torch.cat([view.flatten() for view in views])
@@ -116,8 +117,8 @@ class TiedTable:
             for view in first:
                 self.ends.all_reduce(view)
             return
-        # if the state is sharded, the table is a separate shard unit, so that the gradients of both
-        # uses are sharded equally
+        # if the state is sharded, the table is a separate shard unit (a group of parameters that is
+        # sharded together), so that the gradients of both uses are sharded equally
         for view, more in zip(first, _own_views(buffer, [buffer.second[TIED_NAME]]), strict=True):
             view.add_(more)
 
@@ -162,7 +163,7 @@ class GradientReduction:
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
         # sort the names, because ranks send their norms without the names: the position of a norm
-        # tells which parameter it belongs to
+        # shows which parameter it belongs to
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         # True for each parameter that the tensor axis does not divide; copied to the device only
         # once
@@ -170,8 +171,9 @@ class GradientReduction:
         self._whole = torch.tensor(whole, device=buffer.device)
         all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
         self._longest = max(len(names) for names in all_names)
-        # the place of each parameter's norm among the gathered norms of all ranks, in alphabetical
-        # order of the parameters' names; if several ranks count a parameter, the last rank's place
+        # `places` maps the name of each parameter to the index of its norm among the gathered norms
+        # of all ranks. If several ranks count a parameter, the norm of the last of these ranks is
+        # used.
         places = {
             name: rank * self._longest + i
             for rank, names in enumerate(all_names)
@@ -297,10 +299,10 @@ def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Return the all-reduces for some parameters. Several tensor ranks have the full tensor of such
-    a parameter, but each of these ranks computes only one term of its gradient. A rank's term comes
-    from its attention heads; under sequence parallelism, from its positions (Korthikanti et al.
-    2022, section 4.2); or from the tokens that it sends to an expert."""
+    """Return the all-reduces for parameters that several ranks have in full, while each of these
+    ranks computes only one term of the gradient. The term of a rank comes from its attention heads,
+    from the tokens that it sends to an expert or, under sequence parallelism, from its positions
+    (Korthikanti et al. 2022, section 4.2)."""
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     over: dict[str, list[Entry]] = {}
     for entry in buffer.entries.values():

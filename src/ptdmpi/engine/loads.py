@@ -45,8 +45,8 @@ class ExpertLoads:
         self, sums: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
         """Return the sum of each loss by name, including the losses of the routers. `sums` has the
-        sums of the other losses; its total loss is increased by the losses of the routers. `counts`
-        has the number of terms of each loss."""
+        sums of the other losses. The total loss of the result is the total loss in `sums` plus the
+        weighted losses of the routers. `counts` has the number of terms of each loss."""
         factors = weights(counts)
         more = sum(factors[name] * loss for name, loss in self.losses.items())
         return {**sums, **self.losses, TOTAL: sums[TOTAL] + more}
@@ -113,8 +113,9 @@ class Balance:
         return ExpertLoads(host[:, : self.model.experts].long(), losses)
 
     def _place(self, layer: int) -> str:
-        """Return the beginning of the parameters' names of layer `layer`. Modules for multi-token
-        prediction are counted after the last layer."""
+        """Return the prefix of the names of the parameters of layer number `layer`, such as
+        "layers.0". Modules for multi-token prediction have the numbers after the number of the last
+        layer."""
         module = layer - self.model.layers
         return f"layers.{layer}" if module < 0 else f"{MODULES}.{module}"
 

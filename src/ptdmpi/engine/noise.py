@@ -10,11 +10,12 @@ from ptdmpi.model.batch import Microbatch
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """Unbiased estimates for the noise of gradients, from one step with `tokens` valid tokens.
-    `square` estimates |G|^2, the squared norm of the true gradient, and `variance` estimates
-    tr(Sigma), the trace of the covariance of one token's gradient. Both estimates may be negative
-    by chance. Users should therefore average each estimate over many steps, and compute the noise
-    scale B_simple = tr(Sigma) / |G|^2, in tokens, from the two means (section 2.2, equation 2.9).
+    """Unbiased estimates for the noise of gradients, from one step with `tokens` valid tokens
+    (tokens that count in the loss). `square` estimates |G|^2, the squared norm of the true
+    gradient, and `variance` estimates tr(Sigma), the trace of the covariance of one token's
+    gradient. Both estimates may be negative by chance. Users should therefore average each estimate
+    over many steps, and compute the noise scale B_simple = tr(Sigma) / |G|^2, in tokens, from the
+    two means (section 2.2, equation 2.9).
     """
 
     square: float

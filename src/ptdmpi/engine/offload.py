@@ -160,8 +160,8 @@ class FileStorage(Storage):
         super().__init__(HOST, apart=True)
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=directory)
-        # remove the name of the open file, so that the file disappears with this process, even if
-        # it is killed
+        # remove the name of the open file, so that the file disappears when this process ends, even
+        # if the process is killed
         os.unlink(name)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._mappings: list[_Mapping] = []
@@ -194,10 +194,10 @@ class FileStorage(Storage):
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Read stored tensors from the file into memory. Each of `rows` is a list of stored
-        tensors; yield the lists of tensors in memory, in the same order. When the caller requests
-        the next row, the tensors of the previous row are written to the file. The next row is read
-        in the background while the caller uses a row. Raise OSError if the disk fails; the contents
-        of the file are then undefined.
+        tensors. For each row, yield a list with the same tensors in memory. When the caller
+        requests the next row, the tensors of the previous row are written to the file. The next row
+        is read in the background while the caller uses a row. Raise OSError if the disk fails; the
+        contents of the file are then undefined.
         """
         self.let_go()
         stored: list[Future[None]] = []

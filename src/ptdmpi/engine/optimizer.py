@@ -77,8 +77,9 @@ class LossScale:
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:
-        """Halve the loss scale after a skipped step; double it after `window` steps without
-        overflow."""
+        """Halve the loss scale if `overflow` is True. Otherwise double it if this is the
+        `window`-th step without overflow since the last change. Do nothing unless the precision is
+        fp16."""
         if not self.dynamic:
             return
         counters = self.counters
@@ -201,8 +202,8 @@ def _alike(config: OptimizerConfig, state: State, rates_of: RatesOf) -> list[Ali
 
 
 class _Range(NamedTuple):
-    """A range of elements of this rank's part of shard unit number `unit`. `name` is the name of
-    the first parameter in the range."""
+    """A range of elements in this rank's part of a shard unit; `unit` is the number of the shard
+    unit. `name` is the name of the first parameter in the range."""
 
     unit: int
     some: slice

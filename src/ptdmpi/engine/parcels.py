@@ -22,7 +22,8 @@ class Parcels:
     `away` is for matrices that other ranks own. It maps the name of a matrix to the position of
     this rank's part in the message to the owner. `coming` is for matrices that this rank owns. It
     maps the name of a matrix to the positions of the other ranks' parts in the messages from these
-    ranks. In all these positions, the field `unit` is the number of the other rank.
+    ranks. Each position is an `OwnPart`, in which `unit` is the number of the other rank instead of
+    the number of a shard unit.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:

@@ -16,13 +16,14 @@ class StepResult:
     """The results of a training step. `loss` and `grad_norm` are equal on all ranks.
 
     `loss` is the total loss: the sum of the means of all losses that train, in nats per valid token
-    of the global batch. `losses` has the value of each loss, by name. `grad_norm` is the norm of
-    the gradient before clipping. `skipped` is True if the loss or the gradient is not finite; then
-    nothing was updated. `overflow` is True if the step was skipped and the loss scale of fp16 can
-    still be reduced. `watch` records this rank's timeline. `compute_s` is the time of this rank's
-    ops (forwards and backwards) in seconds, without the collectives inside the ops. `inside_s` has
-    the time of the collectives inside the ops, in seconds, for each group of ranks. `traffic`
-    counts the messages and bytes that this rank has sent.
+    (token that counts in the loss) of the global batch. `losses` has the value of each loss, by
+    name. `grad_norm` is the norm of the gradient before clipping. `skipped` is True if the loss or
+    the gradient is not finite; then nothing was updated. `overflow` is True if the step was skipped
+    and the loss scale of fp16 can still be reduced. `watch` records this rank's timeline.
+    `compute_s` is the time of this rank's ops (forwards and backwards) in seconds, without the
+    collectives inside the ops. `inside_s` has the time of the collectives inside the ops, in
+    seconds, for each group of ranks. `traffic` counts the messages and bytes that this rank has
+    sent.
 
     `consensus` and `noise` are None in steps in which the run does not measure these values.
     `consensus` is the distance between replicas, measured before replicas were averaged

@@ -37,7 +37,8 @@ class OpHook:
     class do nothing."""
 
     def begin(self, op: Op) -> None:
-        """React to the beginning of `op`: its input has arrived, and it is computed next."""
+        """React to the beginning of `op`. The input of the op has arrived, and the op is computed
+        next."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """React to the end of `op`. The time of this call is not part of the op's measured time.

@@ -1,5 +1,6 @@
 """Delayed scales (`precision.fp8 = "delayed"`) for products in 8-bit floating point: the scale of
-an operand is computed from its magnitudes in earlier steps.
+an operand (input, weight or output gradient of a linear) is computed from its magnitudes in earlier
+steps.
 
 Once per step, all ranks agree on the greatest magnitude of each operand of each linear, over all
 ranks and all microbatches. The scales are therefore the same in every layout, unless a layout

@@ -45,8 +45,8 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         [],
         # torch's function needs a separate tensor with the number of updates for each tensor
         [updates.clone() for _ in group.masters],
-        # use torch's fused kernel, which rounds the last elements of a tensor differently (see
-        # `ALIGNMENT` in plan/layer/parts.py)
+        # torch's fused kernel may round the last elements of a tensor differently from all others;
+        # because of `ALIGNMENT` (plan/layer/parts.py), this does not change the results
         fused=True,
         amsgrad=False,
         beta1=config.beta1,

@@ -42,11 +42,11 @@ class Microbatch:
 
     `documents` is None unless a sequence contains several documents. In a masked language model
     with k masked positions in a sequence, labels and weights [k, b] belong to the `masked`
-    positions [k, b]. `types` [s, b] are the segment numbers, and `order` [b] is 0 for segments in
-    their original order, 1 for swapped segments, and -1 for a single segment. `pairs` are the pairs
-    of answers that a preference loss compares. `teacher` has the stored outputs of a teacher model
-    for the labels, if the run distills a teacher. `ahead` has the tokens of the modules for
-    multi-token prediction, if the run trains such modules.
+    positions [k, b]. `types` [s, b] are the segment numbers (token types) of a model such as BERT,
+    and `order` [b] is 0 for segments in their original order, 1 for swapped segments, and -1 for a
+    single segment. `pairs` are the pairs of answers that a preference loss compares. `teacher` has
+    the stored outputs of a teacher model for the labels, if the run distills a teacher. `ahead` has
+    the tokens of the modules for multi-token prediction, if the run trains such modules.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. Both numbers are computed on the host when the microbatch
@@ -156,8 +156,8 @@ class MicrobatchPass:
     `number` is the microbatch's number in the schedule. `step` is the number of the training step,
     which determines the dropout masks; None means evaluation, without dropout. The total loss, a
     weighted sum of losses, is multiplied by `scale` before its gradient is computed: `scale` is 1 /
-    (valid tokens of the global batch), times the loss scale of fp16. `weights` has the weight of
-    each loss by name, except the first loss, whose weight is 1.
+    (number of tokens of the global batch that count in the loss), times the loss scale of fp16.
+    `weights` has the weight of each loss by name, except the first loss, whose weight is 1.
 
     The last stage sets two fields: `losses` (each loss by name, summed over the microbatch) and
     `total` (the weighted sum of these losses).
@@ -206,9 +206,9 @@ class _Slot:
 class Placing:
     """The transfer of microbatches from the host to a device. All microbatches of a step are
     transferred in one copy. Two slots of memory (`_Slot`) are used in turn: while the device
-    computes with one slot, the host fills the other one, and neither of them waits. A tensor that
-    `place` has returned may be used only by kernels that are started before the next call of
-    `place`. If the device is the host, nothing is copied."""
+    computes with one slot, the host fills the other one, so that neither the device nor the host
+    waits. A tensor that `place` has returned may be used only by kernels that are started before
+    the next call of `place`. If the device is the host, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -54,13 +54,13 @@ class ParameterBuffer(FlatOrder):
     are initially zero. If `trains` is False, no memory is allocated for gradients. `storage`
     allocates the master weights, unless the weights themselves are the master weights.
 
-    `masters` and `reduced` have one tensor for each shard unit: the master weights (`masters`) or
-    the gradients (`reduced`) of the part of the shard unit that this rank updates. If the master
-    type equals the compute type, the weights themselves are the master weights. `gradients` is the
-    flat tensor in which gradients accumulate. `weights` is the flat tensor of the weights of all
-    shard units; with ZeRO stage 3 it is empty. Frozen weights have separate shard units:
-    `idle_weights` is the flat tensor of all frozen weights, and `idle_parts` has this rank's part
-    of each of these units.
+    This rank updates a part of each shard unit. For each of these parts, `masters` has a tensor
+    with the master weights, and `reduced` has a tensor with the gradients. If the master type
+    equals the compute type, the weights themselves are the master weights. `gradients` is the flat
+    tensor in which gradients accumulate. `weights` is the flat tensor of the weights of all shard
+    units; with ZeRO stage 3 it is empty. Frozen weights have separate shard units: `idle_weights`
+    is the flat tensor of all frozen weights, and `idle_parts` has this rank's part of each of these
+    units.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ParameterBuffer(FlatOrder):
         self.trains = trains
         self.one_type = precision.compute == precision.master
         # `refresh_weights` first calls these functions; one of them drops gathered weights, which
-        # are out of date
+        # are then out of date
         self.followers: list[Callable[[], None]] = []
         self.few_bits = InFewBits(list(self.packed.values()), device)
         self._allocate()

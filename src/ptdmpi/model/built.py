@@ -119,9 +119,9 @@ def _adapt(
     name: str,
     columns: Sequence[slice],
 ) -> None:
-    """Attach adapters to a linear: the adapters that `parts` describes under `name`, the linear's
-    name. A linear may have several parts, such as query, key and value. `columns` has one slice for
-    each part: the outputs of this part on this rank."""
+    """Attach adapters to the linear `module`, which has the name `name`. The dict `parts` describes
+    the adapters. A linear may have several parts, such as query, key and value. `columns` has one
+    slice for each part: the outputs of this part on this rank."""
     axis = module.axis
     pairs = list[LowRankAdapter]()
     scales = list[ScaleAdapter]()

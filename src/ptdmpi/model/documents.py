@@ -42,8 +42,8 @@ class Documents:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # the document of a token begins at the last position, up to the token, at which a document
-        # begins; the cumulative maximum finds this position
+        # the document of a token is the last document that begins at or before the token; the
+        # cumulative maximum finds the position at which this document begins
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(

@@ -80,7 +80,7 @@ class Unit:
 
 class LogicalPart(NamedTuple):
     """A part of a logical (undivided) parameter: its slice of the parameter, the values of this
-    slice, and the tensor-parallel share (`HeldShare`) to which the slice belongs."""
+    slice, and the share of a tensor rank (`HeldShare`) to which the slice belongs."""
 
     box: Box
     values: Tensor
@@ -143,11 +143,11 @@ class FlatOrder:
     rank owns.
 
     `named` has (logical name, parameter) of all pipeline stages of the rank. A name that occurs
-    twice is a tied weight. Its two uses share their storage, but the second use has a separate
-    gradient (`second`), so that the two gradients can be reduced separately and then added.
-    `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not train
-    are in `packed` if they are quantized, otherwise in `frozen`, which has a separate flat buffer
-    with its own shard units.
+    twice is a tied weight. The two uses of a tied weight share their storage, but the second use
+    has a separate gradient (`second`), so that the two gradients can be reduced separately and then
+    added. `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not
+    train are in `packed` if they are quantized, otherwise in `frozen`, which has a separate flat
+    buffer with its own shard units.
     """
 
     def __init__(

@@ -173,13 +173,13 @@ class Declaration:
 class Parameter(nn.Parameter):
     """A rank's local slice of a logical parameter. The gradient accumulates in `main_grad`.
 
-    A backward may be split into two parts: the first computes the gradients of inputs, and the
-    second adds the gradients of weights. In the first part, `later` is a list that collects the
-    contributions to the gradient, which the second part adds. `entry` is the parameter's position
-    in the flat buffer. A tied table is used twice, in the embedding and in the head; for the second
-    use, `second` is the position of the gradient of this use. `packed` has the quantized weights of
-    a parameter that is stored in a quantized format; the parameter itself then has a shape and a
-    type, but no values.
+    A backward may be split into two parts: the first part (op I) computes the gradients of inputs,
+    and the second part (op W) adds the gradients of weights. During the first part, `later` is a
+    list, in which the contributions to the gradient are stored until the second part adds them; at
+    other times, `later` is None. `entry` is the parameter's position in the flat buffer. A tied
+    table is used twice, in the embedding and in the head; for the second use, `second` is the
+    position of the gradient of this use. `packed` has the quantized weights of a parameter that is
+    stored in a quantized format; the parameter itself then has a shape and a type, but no values.
     """
 
     declaration: Declaration
@@ -246,8 +246,7 @@ def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of this rank, and the position of the rank's local slice of it in the flat
-    buffers."""
+    """A parameter, and the position of this rank's slice of the parameter in the flat buffers."""
 
     name: str
     declaration: Declaration

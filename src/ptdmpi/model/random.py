@@ -1,4 +1,5 @@
-"""Random numbers that do not depend on the layout of a run.
+"""Random numbers that do not depend on the layout of a run, which is the division of the model and
+its data among ranks.
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
 number of the dropout in the layer, sample, position, channel). For attention weights, the head and
@@ -19,7 +20,8 @@ from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
 # Initial weights are drawn in slabs of consecutive rows, so that a large tensor needs little memory
-# for its random values. This is the largest number of elements of a slab, a multiple of 16.
+# for its random values. A slab has about this number of elements (a multiple of 16), or more if its
+# rows are very long.
 SLAB_ELEMENTS = 2**22
 
 
@@ -105,9 +107,9 @@ class RandomStream:
     """The random stream of one dropout in the model at one step.
 
     `key` is a hash of the coordinates that are the same for all elements. `samples` [b] are the
-    global sample numbers of the microbatch. `positions` are the positions of the masked tensor on
-    this rank. `first_head` and `first_channel` are the numbers of the first head and of the first
-    channel of this tensor.
+    global sample numbers of the microbatch. `positions` are the positions, on this rank, of the
+    tensor to which the dropout is applied. `first_head` and `first_channel` are the numbers of the
+    first head and of the first channel of this tensor.
     """
 
     key: int

@@ -147,7 +147,7 @@ class Stage(nn.Module):
 
     def _blocks(self, count: int) -> Iterator[tuple[int, Block | Module]]:
         """Yield (number, module) of each layer, and of each module for multi-token prediction. The
-        modules are counted from `count` on, the number of layers of the model."""
+        numbers of these modules begin with `count`, the number of layers of the model."""
         for number, block in self.layers.items():
             assert isinstance(block, Block)
             yield int(number), block
@@ -272,9 +272,9 @@ class Stage(nn.Module):
         stage.
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
-        the gradient of its input is a tensor of zeros, which is also sent, because the schedule is
-        the same for all models. If neither this stage nor an earlier stage has a parameter that
-        trains, nothing is computed.
+        the gradient of this stage's input is a tensor of zeros, which is also sent, because the
+        schedule is the same for all models. If neither this stage nor an earlier stage has a
+        parameter that trains, nothing is computed.
         """
         if self._idle:
             return self._no_gradient()
@@ -325,8 +325,8 @@ class Stage(nn.Module):
         later.reverse()
         with torch.no_grad():
             while later:
-                # do not keep the function after the call, so that the tensors that it has kept are
-                # freed
+                # remove the function from the list before the call, so that the tensors to which it
+                # refers are freed after the call
                 later.pop()()
 
     def _weights(self) -> Iterator[tuple[str, Parameter]]:

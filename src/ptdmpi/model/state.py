@@ -8,7 +8,8 @@ kind are either equal on all replicas, or different. The state also contains a f
 
 Code that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of
 logical (undivided) tensors with their values. Each slice has the list of axes along which ranks
-have different slices. Ranks that differ only along other axes have the same values.
+have different slices. Ranks whose positions in the grid differ only along other axes have the same
+values.
 
 A rank may store its part of the state differently for different parameters and kinds of state. Only
 this module depends on these differences, with one exception: after the loss of a rank, the
@@ -128,9 +129,9 @@ class Resident:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state: `parts` has a flat tensor for this rank's part of each shard unit (a
-    group of parameters, see `flat`), `held` has the positions of parameters in these tensors, and
-    `kept` has the properties of the kind."""
+    """One kind of the state. `parts` has a flat tensor for this rank's part of each shard unit (a
+    group of parameters, see `flat`). `held` has the positions of the parameters in these tensors,
+    and `kept` has the properties of the kind."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]
@@ -141,12 +142,13 @@ class State:
     """The training state for the parameters of a buffer. The attribute `kinds` has the kinds of
     state by name, including the weights. The argument `kinds` has all kinds except the weights.
 
-    `borrowed` has the names of parameters of which this rank has a second copy, such as a tied
-    table on the last pipeline rank. `differs` has the axes along which replicas have different
-    weights, which some data-parallel methods permit. `peers` is the group of the replicas,
-    including this one. If `scales_loss` is True, the loss scale is part of the state; otherwise it
-    is always 1. If `delays_scales` is True, the exponents of delayed scales are part of the state.
-    Parameters that do not train are not part of the state, because no update changes them.
+    `borrowed` has the names of this rank's parameters that are second copies, such as a tied table
+    on the last pipeline rank. The rank with the first copy writes it to checkpoints. `differs` has
+    the axes along which replicas have different weights, which some data-parallel methods permit.
+    `peers` is the group of the replicas, including this one. If `scales_loss` is True, the loss
+    scale is part of the state; otherwise it is always 1. If `delays_scales` is True, the exponents
+    of delayed scales are part of the state. Parameters that do not train are not part of the state,
+    because no update changes them.
     """
 
     def __init__(

@@ -9,7 +9,8 @@ communicate: the conjugate operators f and g of the paper's Figure 3:
     g   forward: all-reduce          backward: nothing
 
 A block is attention or an MLP. With sequence parallelism, activations between blocks are divided
-along s, and other operators are used (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2):
+along s, and other operators are used (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2; in
+that paper, g is another operator than in Shoeybi et al.):
 
     g   forward: all-gather          backward: reduce-scatter      (replaces f)
     g'  forward: reduce-scatter      backward: all-gather          (replaces g)
@@ -125,8 +126,8 @@ def accumulate_bias_gradient(
 
 class Gathered:
     """An activation at all positions, which is gathered from this rank's positions when a gradient
-    needs it. The function `x` returns this rank's positions. Its result has no autograd graph,
-    because a graph would stay in memory. If `early` is True, the gather begins immediately,
+    needs it. The function `x` returns the activation at this rank's positions, without an autograd
+    graph, because a graph would stay in memory. If `early` is True, the gather begins immediately,
     otherwise at the first call of the object. In a split backward the first call is in the second
     part."""
 
@@ -139,8 +140,8 @@ class Gathered:
             self._begun = axis.gather_begin(x())
 
     def __call__(self) -> Tensor:
-        """Return the activation at all positions. Begin to gather it if that has not begun, and
-        wait until the gather is complete."""
+        """Return the activation at all positions. Begin the gather if it has not begun, and wait
+        until it is complete."""
         if self._whole is None:
             self._whole, arrived = self._begun or self._axis.gather_begin(self._x())
             self._begun = None
@@ -425,7 +426,7 @@ class RowParallelLinear(LayerLinear):
 
 
 class _Linear(Function):
-    """The function x W^T + b for a weight of which every tensor rank has a full copy."""
+    """The function x W^T + b for a weight that every tensor rank has in full."""
 
     @staticmethod
     def forward(

@@ -124,8 +124,9 @@ class Block(Computing):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # `recompute.layers` is a number of first layers of the whole model, not of each pipeline
-        # stage, so the recomputed layers do not depend on the numbers of ranks and model chunks
+        # `recompute.layers` counts layers from the first layer of the whole model, not of each
+        # pipeline stage, so the recomputed layers do not depend on the numbers of ranks and model
+        # chunks
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
@@ -190,13 +191,13 @@ class Block(Computing):
 
     def _keeping(self) -> AbstractContextManager[object]:
         """Return a context that determines how recomputation saves the layer's input. By default,
-        each of the t tensor ranks saves the full input. If `partition` is True, it saves only 1/t
-        of the input, and the full input is gathered in the backward pass (P_a in Rajbhandari et al.
-        2020, arXiv 1910.02054, section 6.1)."""
+        each of the t tensor ranks saves the full input. If `partition` is True, each rank saves
+        only 1/t of the input, and the full input is gathered in the backward pass (P_a in
+        Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
         if not self.partition:
             return nullcontext()
-        # inside this context, torch's checkpoint adds its own hooks for the tensors that the layer
-        # would save
+        # torch's checkpoint adds its own hooks for the tensors that the layer would save, so the
+        # hooks below are applied only to the layer's input
         return saved_tensors_hooks(
             # copy this rank's share of x, because a view would keep the memory of all of x
             lambda x: (self.axis.share(x).clone(), x.shape),

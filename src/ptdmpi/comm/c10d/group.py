@@ -28,8 +28,8 @@ REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-# for type checkers: torch's type stubs describe only the methods that a user calls, not the methods
-# that a subclass implements
+# Type checkers see this class instead of torch's own class, because torch's type stubs describe
+# only the methods that a user calls, and not the methods that a subclass implements.
 if TYPE_CHECKING:
 
     class ProcessGroup:
@@ -75,7 +75,8 @@ class TransportGroup(ProcessGroup):
     # -- reductions ------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Replace each tensor by its reduction over the ranks."""
+        """Replace each tensor by its reduction over the ranks. `opts.reduceOp` is the kind of
+        reduction; without `opts` the kind is SUM."""
         op = _op(opts)
         for tensor in _listed(tensors):
             self._reduced(tensor, op)
@@ -86,7 +87,8 @@ class TransportGroup(ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Reduce each tensor on the root; on other ranks the tensors stay unchanged."""
+        """Reduce each tensor over the ranks, and write the result to the root's tensor. The tensors
+        of other ranks do not change."""
         for tensor in _listed(tensors):
             total = tensor.clone(memory_format=torch.contiguous_format)
             self._reduced(total, _op(opts))
@@ -116,7 +118,8 @@ class TransportGroup(ProcessGroup):
                 tensor.copy_(whole)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Reduce each tensor of a list over the ranks. Rank k receives the k-th reduced tensor."""
+        """Reduce the k-th tensor of each list in `inputs` over the ranks, for every k. Rank k
+        writes the result to its tensor in `outputs`, which has one tensor for each list."""
         for output, parts in zip(outputs, inputs, strict=True):
             sizes = {part.shape for part in parts}
             if len(sizes) == 1:
@@ -354,7 +357,8 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 
 def _divide(tensor: Tensor, size: int) -> Tensor:
-    """Divide the sum `tensor` by `size`, the number of ranks, in place."""
+    """Divide the sum `tensor` by `size`, the number of ranks, in place. Quotients of integers are
+    rounded towards zero. Return `tensor`."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.div_(size)
     return tensor.div_(size, rounding_mode="trunc")
@@ -367,7 +371,7 @@ def _op(opts: Any) -> Any:
 def _kind(op: Any, size: int) -> tuple[Any, Any]:
     """Return the kind of the reduction `op` (such as SUM), and a factor. For the kind PREMUL_SUM,
     each tensor is multiplied by this factor before the sum; for all other kinds, the factor is
-    None."""
+    None. Raises ValueError for a kind that the backend does not support."""
     for kind in (*REDUCED, Kind.AVG):
         if op == kind:
             return kind, None

@@ -56,7 +56,8 @@ class MpiSession:
 
         everyone = self.world.control
         assert isinstance(everyone, MPI.Intracomm)
-        # all ranks make groups in the same order, so the same MPI tag can be used for every group
+        # Create_group distinguishes groups that are made at the same time by a tag. All ranks make
+        # groups in the same order, so every group can use the default tag.
         control = everyone.Create_group(everyone.Get_group().Incl(list(ranks)))
         return TransportGroup(self.wire.connect(control, name), name)
 

@@ -58,7 +58,8 @@ class Connection(Protocol):
         """Fill `result` with this rank's part of the sum of `flat` over the ranks."""
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
-        """Send the parts of `flat`, and receive the parts of `result`, all at once."""
+        """Send one part of `flat` to each rank, and receive one part of `result` from each rank,
+        all at the same time. `parts` has the numbers of elements."""
 
     def broadcast(self, flat: Tensor, root: int, stream: Any) -> None:
         """Replace `flat` by the tensor of rank `root`."""
@@ -98,8 +99,9 @@ class Library(Protocol):
         """Return the library's version and path, and the device."""
 
     def unique_id(self) -> bytes:
-        """Return a new unique id. Call this method right before this rank connects with the id,
-        because the library listens on a socket until then."""
+        """Return a new unique id, by which the ranks of one communicator find each other. Call this
+        method right before this rank connects with the id, because the library listens on a socket
+        until then."""
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
         """Connect as rank `rank`, wait for all `size` ranks, and return the connection."""

@@ -117,7 +117,7 @@ class Line:
 
 class NcclCarrier:
     """The connections (`Line`) of one group: one for the whole group, and one for each directed
-    pair of ranks that contains this rank."""
+    pair (sender, receiver) in `pairs` that contains this rank."""
 
     def __init__(
         self, library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]

@@ -10,12 +10,13 @@ from ptdmpi.engine.compress.sparse import RandomK, TopK
 def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     """Return the compressor that the section [data_parallel] names.
 
-    Without error feedback, the unbiased variant of a compressor is used if there is one. With error
-    feedback, an unbiased compressor with variance bound omega (see `Compressor`) would not
-    contract, so its decoded values are divided by 1 + omega. Without this division, the compression
-    errors that error feedback stores would grow from step to step. The decentralized method needs a
-    compressor that contracts, too, because the differences that it sends to neighbours contain the
-    errors of earlier messages.
+    Without error feedback, the unbiased variant of a compressor is used if there is one. Error
+    feedback needs a compressor that contracts: for values x and their decoded values C(x), the
+    expected value of ||C(x) - x||^2 must be less than ||x||^2. With error feedback, the decoded
+    values of an unbiased compressor are therefore divided by 1 + omega, where omega is its variance
+    bound (see `Compressor`). Without this division, the compression errors that error feedback
+    stores would grow from step to step. The decentralized method needs a compressor that contracts,
+    too, because the differences that it sends to neighbours contain the errors of earlier messages.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

@@ -70,8 +70,8 @@ class Draws:
         return mix(mix(self.units + fold(self.key, self.source))[:, None] + columns)
 
     def uniform(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Return uniform random numbers [n, length] in [0, 1) with 24 random bits, which every type
-        of gradients represents exactly."""
+        """Return uniform random numbers [n, length] in [0, 1) with 24 random bits. Gradients are in
+        float32 or float64, which represent these numbers exactly."""
         return shift_right(self.hashes(length), 40).to(dtype) * 2.0**-24
 
 

@@ -1,5 +1,5 @@
-"""Compressed messages between data ranks: a batch of tiles is encoded, sent, decoded and averaged
-(for tiles see `units`)."""
+"""Compressed messages between data ranks: a batch of tiles (blocks of parameters, see `units`) is
+encoded, sent, decoded and averaged."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,8 +20,8 @@ SERVER = -2
 
 
 class DrawnUnits(NamedTuple):
-    """The compression blocks of one length in some tiles: their columns in a tile, their length,
-    and their random numbers."""
+    """The compression blocks of one length in some tiles: their columns in a tensor [tiles, width],
+    their length, and their random numbers."""
 
     columns: slice
     length: int
@@ -52,9 +52,9 @@ class Coder:
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
-        """Return the coder of the tiles whose server is data rank `rank`, one of `size` data ranks.
-        The server of a tile depends only on the data-parallel size, not on the other sizes of the
-        layout."""
+        """Return the coder of the tiles that data rank `rank`, one of `size` data ranks, averages.
+        This data rank is called the server of these tiles. The server of a tile depends only on the
+        data-parallel size, not on the other sizes of the layout."""
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]
         # pass the number of tiles, so that the host need not wait for the device
@@ -125,8 +125,8 @@ class Coder:
 
 
 def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, Tensor]:
-    """Return C(x), the decoded code of this rank's x [tiles, width], and the mean of C(x) over the
-    data axis.
+    """Return two tensors [tiles, width]: C(x), which is this rank's x after encoding and decoding,
+    and the mean of C(x) over the data axis.
 
     Each rank gathers the codes of all ranks and adds up the decoded values in ascending order of
     ranks, so the mean is bitwise equal on all ranks.
@@ -148,10 +148,11 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x), the decoded code of this rank's x [tiles, width], and C(y), the decoded code
-    that the servers send. Here y is the mean of C(x) over all ranks plus the server's `error`
-    [tiles, width]. C(y) is bitwise equal on all ranks. After the exchange, `error` is y - C(y)
-    (Tang et al. 2019, arXiv 1905.05957).
+    """Return two tensors [tiles, width]: C(x), which is this rank's x after encoding and decoding,
+    and C(y), which all ranks decode from the codes that the servers send. Here y is the mean of
+    C(x) over all ranks plus `error` [tiles, width], the compression error that the server has
+    stored in the previous step. C(y) is bitwise equal on all ranks. After the exchange, `error` is
+    y - C(y) (Tang et al. 2019, arXiv 1905.05957).
 
     Each data rank is the server of some tiles; the number of a tile determines its server. Each
     rank sends the code of each tile to the server of the tile. Each server averages its tiles, adds
@@ -184,9 +185,9 @@ def squeezed_mean(
 
 
 def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communicator) -> Tensor:
-    """Return the mean over all ranks of the tiles that this rank serves. Each rank is the server of
-    some tiles: `codes` has the code of this rank's values for the tiles of each server, and every
-    rank sends each code to its server. The decoded codes are added in ascending order of ranks."""
+    """Return the mean over all ranks of the tiles that this rank serves. `codes[k]` is the code of
+    this rank's values for the tiles that rank k serves. Every rank sends `codes[k]` to each rank k.
+    The decoded codes are added in ascending order of ranks."""
     arriving = [torch.empty_like(codes[data.rank]) for _ in codes]
     exchange(data, codes, arriving)
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)

@@ -62,7 +62,8 @@ class Qsgd(Quantiser):
 
     Each element takes ceil(log2(2 s + 1)) bits. If not `unbiased`, every value is divided by 1 +
     omega, so that the compressor contracts, with delta = 1 / (1 + omega). The random numbers have
-    24 bits, so the expected value of an element is wrong by at most 2^-24 of a level.
+    24 bits, so the expected value of an element is wrong by at most 2^-24 times the distance
+    between two neighbouring multiples.
     """
 
     def __init__(self, levels: int, unbiased: bool) -> None:

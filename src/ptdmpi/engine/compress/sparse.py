@@ -72,9 +72,10 @@ class Sparse(Compressor):
 
 class TopK(Sparse):
     """A compressor that sends the elements of greatest magnitude, with their indices (Aji and
-    Heafield 2017, arXiv 1704.05021; delta = k / d: Stich et al. 2018, arXiv 1809.07599, lemma A.1).
-    Each number is sent in the type of the gradients, and its index in ceil(log2 length) bits. If
-    all elements are sent, no indices are sent.
+    Heafield 2017, arXiv 1704.05021). If k of the d elements of a block are sent, delta = k / d
+    (Stich et al. 2018, arXiv 1809.07599, lemma A.1). Each number is sent in the type of the
+    gradients, and its index in ceil(log2 length) bits. If all elements are sent, no indices are
+    sent.
     """
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
@@ -114,8 +115,8 @@ class TopK(Sparse):
 
 
 class RandomK(Sparse):
-    """A compressor that sends randomly chosen elements. The receiver computes the same random
-    numbers, so that no index is sent.
+    """A compressor that sends k randomly chosen elements of each block of d elements. The receiver
+    computes the same random numbers, so that no index is sent.
 
     If `unbiased`, the elements are scaled by d / k, and omega = d / k - 1 (Wangni et al. 2018,
     arXiv 1710.09854). If not `unbiased`, the elements are not scaled, and delta = k / d (Stich et

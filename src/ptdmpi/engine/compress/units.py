@@ -1,12 +1,13 @@
-"""Compression blocks (`units`): parts of logical parameters that are the same in every layout.
+"""Compression blocks (`units`): parts of logical (unsharded) parameters. The blocks are the same in
+every layout, that is, for all sizes of the axes.
 
 A *line* of a parameter consists of the elements at one index of the dim that the tensor axis
-divides: a row of a column-parallel weight, or a column of a row-parallel weight. No legal size of
-the tensor axis cuts a line. `grains` returns the number of neighbouring lines that are on the same
-rank for every legal size of the tensor axis. A *tile* consists of this number of neighbouring
-lines; its elements are in logical order, line after line. A tile is cut into consecutive
-compression blocks, or *units*, which are as long as the compressor allows. A parameter that the
-tensor axis does not divide is one tile.
+divides: a row of a column-parallel weight, or a column of a row-parallel weight. A line is never
+divided between ranks. `grains` returns the number of neighbouring lines that are on the same rank
+for every legal size of the tensor axis. A *tile* consists of this number of neighbouring lines; its
+elements are in logical order, line after line. A tile is cut into consecutive compression blocks,
+or *units*, which are as long as the compressor allows. A parameter that the tensor axis does not
+divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +83,7 @@ class Slab:
 
     def numbers(self) -> Iterator[int]:
         """Yield the number of each tile, which is the same in every layout. This number and the
-        number of data ranks determine which rank is the server of the tile."""
+        number of data ranks determine which rank averages the tile."""
         # halve the hash, so that adding the index of a tile cannot overflow 64 bits
         begin = unit_number(self.entry.name, 0, 0) >> 1
         for tile in range(self.tiles):
@@ -148,8 +149,8 @@ class Numbers(NamedTuple):
 
 
 class NumberedUnits(NamedTuple):
-    """The compression blocks of one length in some tiles: their columns in a tile, their length,
-    and the numbers that identify them, tile by tile."""
+    """The compression blocks of one length in some tiles: their columns in a tensor [tiles, width],
+    their length, and the numbers that identify the blocks, tile by tile."""
 
     columns: slice
     length: int

@@ -1,5 +1,6 @@
 """Decentralized training with compressed messages: each replica sends the compressed difference
-between its weights and the copy of its weights that its neighbours have."""
+between its weights and its public weights, an approximation of its weights that its neighbours also
+have."""
 
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class Choco(Decentralized):
             place.write(PUBLIC, public)
             pulled = x.new_zeros(x.shape)
             # multiply each difference by its weight in one kernel, and add it in another kernel, in
-            # ascending order of ranks, as in `Decentralized`
+            # ascending order of ranks; `_Exchange.finish` in `decentralized` gives the reason
             for peer, weight, code, known in zip(
                 graph.sources, weights, arrived, self._copies, strict=True
             ):

@@ -2,8 +2,8 @@
 and all replicas update their weights with the same mean of the decompressed gradients.
 
 The gradient of the global batch is the sum of the contributions of the n replicas. Each replica
-multiplies its own contribution by n and compresses the product, and the update uses the mean over
-the replicas.
+multiplies its own contribution by n and compresses the product. The update uses the mean of the
+decompressed products, which approximates this sum.
 """
 
 import math

@@ -82,7 +82,8 @@ class Decentralized(DataParallel):
         self.topology = topology_of(config)
         check(self.topology)
         self._graphs: list[Neighbourhood] = []
-        # if `period` is None, each step has a different graph
+        # if `period` is None, the graphs of the steps do not repeat, so each step makes its own
+        # graph
         if self.topology.period is not None:
             self._graphs = [self._graph(step, True) for step in range(self.topology.period)]
         self._under_way: list[_Exchange] = []
@@ -118,7 +119,7 @@ class Decentralized(DataParallel):
             exchange.handle.done()
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Let MPI make progress again, after the op (see `begin`)."""
+        """Let MPI make progress again, after the op (a forward or a backward), as in `begin`."""
         super().end(op, microbatch)
         self.begin(op)
 

@@ -1,5 +1,5 @@
-"""The mean over replicas of compressed gradients, with error feedback: later steps use the
-compression error of a step, by the rule that the key `error_feedback` names."""
+"""The mean of compressed gradients over replicas, with error feedback: each step stores its
+compression error, and later steps use this error. The key `error_feedback` names the rule."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,8 @@ PURPOSE = 1_000_003
 @dataclass(frozen=True)
 class CompressedTiles:
     """Some tiles (blocks of parameters, see `compress.units`) of the gradients in one step, with
-    the objects that compress and send these tiles, and with their error-feedback state."""
+    the objects that compress and send these tiles, and with their error-feedback state. `key` and
+    `rounds` have the same meaning as in `Coder`."""
 
     batch: TileBatch
     state: State
@@ -65,8 +66,8 @@ class CompressedTiles:
         return Coder(self.compressor, self.batch, self.key, self.rounds)
 
     def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return C(x), the decoded code of this replica's x [tiles, width], and the mean of C(x)
-        over all replicas."""
+        """Return two tensors [tiles, width]: C(x), which is this replica's x after compression and
+        decompression, and the mean of C(x) over all replicas."""
         if not isinstance(self.compressor, LowRank):
             return gathered_mean(self.coder, x, self.data)
         if not self.compressor.shrinks(self.batch.lines, self.batch.length):
@@ -75,9 +76,9 @@ class CompressedTiles:
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return C(x) and its mean over all replicas for low-rank compression, as `mean` does for
-        other compressors. The state "low_rank" has the shape of the parameters. Its first lines in
-        each tile store the factor of this step, from which the power iteration of the next step
-        starts."""
+        other compressors. The state "low_rank" has the shape of the parameters. In each tile, its
+        first `compressor.rank` lines store one of the two factors of this step. The power iteration
+        of the next step starts from this factor."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -153,10 +154,11 @@ def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
 
 
 class Compression:
-    """The compression of a flat tensor of all parameters of a rank, batch by batch.
+    """The compression of a flat tensor, which has the elements of all parameters of a rank, in
+    batches of tiles.
 
-    `bits_per_element` is the average number of bits per element in the codes of the last step; None
-    if the last step sent no codes.
+    `bits_per_element` is the average number of bits per element in the codes (compressed values) of
+    the last step; None if the last step sent no codes.
     """
 
     def __init__(self, replica: Replica) -> None:

@@ -67,12 +67,14 @@ class Local(DataParallel):
     def _outer_step(self) -> None:
         """Do a step of torch.optim.SGD with nesterov = True. The gradient of this outer step is
         (the parameters at the beginning of the round) - (the mean of the parameters over replicas
-        at the end of the round). This gradient overwrites the buffer of gradients."""
+        at the end of the round). This gradient overwrites the buffer of gradients. All replicas
+        continue from the parameters after the outer step."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds
         buffer = self.replica.buffer
-        # with local SGD nothing is sharded, so the whole flat buffer is one shard unit
+        # with local SGD nothing is sharded, so the whole flat buffer is one shard unit (a group of
+        # parameters that is sharded together)
         (master,) = buffer.masters
         (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])

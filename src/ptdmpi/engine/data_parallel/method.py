@@ -56,11 +56,11 @@ class DataParallel(OpHook):
     their parameters differ (`apart`); the method does not sum over these axes. If a run needs
     separate sums for shard units, but `by_unit` of its method is False, the run is refused.
 
-    `kinds`: the state, by name, that the method stores for each parameter in addition to weights
-    and moments: one number for every element of the parameter, in the type of the master weights.
-    Each kind declares whether replicas have different values (`Kept.differs`), and its initial
-    values. `ptdmpi.config.methods.kept_by` has the names of the kinds, for code that counts memory
-    without an engine. The tensors are made together with the state:
+    `kinds`: the kinds of state, by name, that the method stores in addition to weights and moments.
+    A kind of state has one number for every element of each parameter, in the type of the master
+    weights. Each kind declares whether replicas have different values (`Kept.differs`), and its
+    initial values. `ptdmpi.config.methods.kept_by` has the names of the kinds, for code that counts
+    memory without an engine. The tensors are made together with the state:
     `self.state.kinds["error"].parts[n]` corresponds, element by element, to
     `self.replica.buffer.masters[n]`. Checkpoints contain these tensors, for each replica if
     replicas differ, so a resumed run gives bitwise the same results as an uninterrupted run.
@@ -69,8 +69,8 @@ class DataParallel(OpHook):
     differs: tuple[str, ...] = ()
     linear: bool = True
     by_unit: bool = False
-    # average size, in bits per element, of the codes that this rank sent in the last step; None if
-    # it sent no codes
+    # average size, in bits per element, of the codes (compressed values) that this rank sent in the
+    # last step; None if this rank sent no codes
     bits_per_element: float | None = None
     # the engine sets this attribute when it makes the state, which contains the method's `kinds`
     state: State
@@ -81,9 +81,10 @@ class DataParallel(OpHook):
         self.kinds: Mapping[str, Kept] = {}
 
     def begin_step(self) -> None:
-        """Prepare a step, before the gradients are set to zero and the first op begins. An earlier
-        step may have ended without a call of `reduce`, for example a step that only searched for
-        values that are not finite; discard the values that the method has stored in such a step."""
+        """Prepare a step, before the gradients are set to zero and the first op (a forward of a
+        stage) begins. An earlier step may have ended without a call of `reduce`, for example a step
+        that only searched for values that are not finite. Discard the values that the method has
+        stored in such a step."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Call `leaf` if the gradient of a microbatch is complete after `op`. If the backward of a
@@ -100,8 +101,8 @@ class DataParallel(OpHook):
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the
         gradients that the update of this replica uses. Each gradient is already divided by the
-        number of valid tokens of the global batch, so the gradient of the global batch is the plain
-        sum over data ranks."""
+        number of valid tokens (tokens that count in the loss) of the global batch, so the gradient
+        of the global batch is the plain sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Do the method's work after step `step` (from 0). When this method is called, the

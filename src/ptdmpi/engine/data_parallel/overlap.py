@@ -78,7 +78,8 @@ class BegunSums:
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
         """Return a context in which no sums begin. At the end of an op, the buffer therefore
-        contains only this rank's own gradients, not sums over ranks. `look` is not used."""
+        contains only this rank's own gradients, not sums over ranks. `look` is not called, because
+        the caller tests the gradients at the end of each op."""
         self._looking = True
         try:
             yield

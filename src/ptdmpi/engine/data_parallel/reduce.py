@@ -95,8 +95,9 @@ class AllReduce(EarlySums):
 
 class Sharded(EarlySums):
     """A method for sharded state (ZeRO) that sums gradients over all ranks that see different
-    tokens. Each rank of a shard group gets only its shard of the sum. Gradients are summed first
-    within the shard group, then over the shard groups.
+    tokens. A shard group consists of the ranks that divide one copy of the state among them; each
+    of these ranks gets only its shard of the sum. Gradients are summed first within the shard
+    group, then over the shard groups.
 
     With ZeRO stage 1 the gradients are not sharded. They are reduced one shard unit at a time, in
     `reduce` or during the backward of the last microbatch. With ZeRO stages 2 and 3, each gradient
@@ -140,7 +141,7 @@ class TreeSum(DataParallel):
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self.leaves = replica.schedule.microbatches * self.data.size
-        # for each stage, the gradients in the flat buffer that are copied into a leaf
+        # for each stage, the gradients in the flat buffer that are copied into a leaf of the tree
         self.views = {
             number: [weight.main_grad for _, weight in stage.trained_parameters()]
             for number, stage in replica.stages.items()

@@ -14,8 +14,8 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
     """Return the adapters that change the outputs `columns` of a linear layer. The returned
     adapters are applied to the result of a product that computes only these outputs. The returned
-    adapters are copies with the same parameters. In the copies, output `columns.start` of the layer
-    has the number 0."""
+    adapters are copies with the same parameters. The result of the product begins with the output
+    `columns.start` of the layer, so this output has the number 0 in the copies."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 

@@ -90,11 +90,11 @@ class LowRankAdapter(Computing):
         alone: bool = False,
     ) -> None:
         """Add this microbatch's gradients of A and B to the gradient buffers. If the backward is
-        split, they are added in its second part. `operands` are two functions that return the
-        linear's input x and the gradient dy of its output; these functions are called when the
-        gradients are computed. The argument `down` is drop(x) A^T, as computed by `add_to`. The
-        argument `up` is the gradient of drop(x) A^T, as computed by the method `up`. If `alone` is
-        True, each gradient is rounded separately before it is added (see
+        split into the ops I and W, the gradients are added in W. `operands` are two functions that
+        return the linear's input x and the gradient dy of its output; these functions are called
+        when the gradients are computed. The argument `down` is drop(x) A^T, as computed by
+        `add_to`. The argument `up` is the gradient of drop(x) A^T, as computed by the method `up`.
+        If `alone` is True, each gradient is rounded separately before it is added (see
         `Parameter.accumulate`)."""
         x, dy = operands
         if self.a.requires_grad:

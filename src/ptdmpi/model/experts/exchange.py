@@ -10,9 +10,10 @@ An expert computes the rows of all source ranks (the ranks that have sent the ro
 ordered by source rank; rows from the same rank keep their order. So the order of the rows does not
 depend on the time at which they arrive.
 
-If the results may have the same bits as without expert parallelism (`Layout.computes_by_source`),
-an expert instead computes the rows of each source rank separately, one source rank after the other.
-Each matrix product then has the same operands as without expert parallelism.
+If the layout allows results with the same bits as without expert parallelism
+(`Layout.computes_by_source`), an expert instead computes the rows of each source rank separately,
+one source rank after the other. Each matrix product then has the same operands as without expert
+parallelism.
 """
 
 from collections.abc import Sequence
@@ -38,10 +39,11 @@ class RowCounts(NamedTuple):
 class Dispatch(Protocol):
     """The interface for the exchange of a microbatch's rows (activations of tokens) between ranks.
     This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
-    each with j weights. If rows are sent to the ranks of their experts, a row is sent once for each
-    expert, so j = 1; otherwise j = k. `held` has the rows of each expert of this rank; in `held`,
-    this rank's first expert has the number 0. `counts` has the numbers of rows that ranks send to
-    each other, or is None if nothing is sent."""
+    each with j weights: one weight for each expert that computes the row. If rows are sent to the
+    ranks of their experts, a row is sent once for each expert, so j = 1; otherwise j = k. `held`
+    has a `Segment` (the indices of its rows) for each expert of this rank that has rows; this
+    rank's first expert has the number 0. `counts` has the numbers of rows that ranks send to each
+    other, or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -106,8 +108,8 @@ class SentDispatch:
     ) -> None:
         """Compute which rows this rank sends to each rank. `chosen` [T, k] has the numbers of the k
         experts of each of this rank's T tokens. `counts` has the numbers of rows that this rank
-        sends and receives. If `by_source` is True, `held` has a segment for each source rank and
-        expert, and otherwise a segment for each expert."""
+        sends and receives. If `by_source` is True, each segment in `held` has the rows that one
+        source rank has sent to one expert; otherwise each segment has all rows of one expert."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]

@@ -6,10 +6,10 @@ experts' numbers, so it does not depend on other tokens, or on how the batch is 
 tensor axis divides the width of each expert, or experts are whole and each tensor rank routes its
 own tokens (`tokens.py`). If the tensor axis divides the experts, each tensor rank computes partial
 outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in
-these partial gradients, so the layer sends no additional message for the router. The router's
-contribution to the input's gradient is summed over the tensor ranks together with the contribution
-of the experts. The gradient of the router's weight is summed at the end of a step, together with
-other partial gradients.
+these partial gradients. Each rank therefore computes a partial gradient of the router, and the
+layer sends no additional message for the router. The router's contribution to the input's gradient
+is summed over the tensor ranks together with the contribution of the experts. The gradient of the
+router's weight is summed at the end of a step, together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
 rows (activations of one token each) that all ranks send to this expert. If the results can be
@@ -245,8 +245,8 @@ class MixturePass:
 
     def trained(self, logits: Tensor, loads: SequenceLoads | None) -> list[Tensor]:
         """Return the router's losses, multiplied by their factors. Gradients are summed over the
-        tensor ranks. If all tensor ranks route the same tokens, they have the same losses; so that
-        each loss counts once, all tensor ranks except the first then return an empty list."""
+        tensor ranks. If all tensor ranks route the same tokens, they have the same losses. Each
+        loss must count once, so all tensor ranks except the first then return an empty list."""
         if not self.factors or not self.tokens.first:
             return []
         losses = self.losses(logits, loads)
@@ -255,8 +255,8 @@ class MixturePass:
     def route_back(self, rows: Tensor | None, by_logits: Tensor) -> Tensor:
         """Compute the backward of the router, given the gradient `by_logits` of the router's
         outputs [T, E]. Add the gradient of the router's weight to `main_grad`, unless the weight is
-        frozen. Return the gradient of the router's input [T, hidden], in the type of the
-        weights."""
+        frozen. Return the gradient of the router's input [T, hidden], in the type of the router's
+        weight."""
         weight = self.router.weight
         if weight.requires_grad:
             assert rows is not None, "the forward has kept the input of the router"
@@ -320,8 +320,9 @@ class _Mixture(Function):
         computed = layer.forward(rows, weights, dispatch.held)
         ctx.layer = layer
         # Save the rows that were received from other ranks, because `x` has only this rank's own
-        # rows. Do not save the dispatch itself, because full recomputation would not free its
-        # tensors. The backward makes the dispatch again from the stored counts of rows.
+        # rows. Do not save the dispatch itself: full recomputation frees only tensors that autograd
+        # has saved, so the tensors of the dispatch would stay in memory. The backward makes the
+        # dispatch again from the stored counts of rows.
         ctx.counts = dispatch.counts
         arrived: tuple[Tensor | None, ...] = ()
         if ctx.counts is not None:

@@ -1,5 +1,5 @@
-"""The tokens that one tensor rank processes in a mixture of experts: their selection from the
-input, and their combination to the output.
+"""The tokens that one tensor rank processes in a mixture of experts: how they are selected from the
+input, and how their results are combined into the output.
 
 If the tensor axis divides each expert, every tensor rank processes all tokens. The rank has a part
 of the width of each expert, and the outputs are sums over the tensor ranks.

@@ -82,7 +82,8 @@ class Kernels:
         """Return True if products of this type are computed in float32 on this device.
 
         Return True in three cases: the precision requires float32, this device cannot multiply the
-        type, or the run began on a device that could not multiply the type.
+        type, or the run began on a device that could not multiply the type, and keeps the bits of
+        its results.
         """
         if dtype == self._narrow:
             return True
@@ -132,8 +133,8 @@ class Kernels:
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
-        matrix. `which` names the field of `OneDnnLinears` that has the least size at which the
-        fused call is used."""
+        matrix. `which` is the name of a field of `OneDnnLinears`; this field is the least size at
+        which the fused call is used."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES:
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)

@@ -69,8 +69,8 @@ class Settled(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The kernels of a run: `kept` are the kernels that are stored for the run, as the dict that
-    the function `stored` returns, and `taken` are the kernels that the run uses now."""
+    """The kernels of a run. `kept` has the kernels that are stored for the run, in the form that
+    the function `stored` returns. `taken` has the kernels that the run uses now."""
 
     kept: dict[str, list[str]]
     taken: Choice
@@ -162,10 +162,11 @@ def agreed(
     """Return the kernels that all ranks of this run use on its device (`place`). All ranks must
     call `agreed`.
 
-    The kernels are read from the run directory `folder`, or else from the checkpoint `before`. A
-    stored kernel is used again only if every rank has it; otherwise the kernel that was fastest in
-    the measurements is chosen. If `before` is None, stored kernels are ignored. The chosen kernels
-    are stored in the run directory, and `say` prints one line with the kernels and the reasons.
+    The kernels are read from the run directory `folder`, or else from `before`, the kernels that
+    the checkpoint of the run stores. A stored kernel is used again only if every rank has it;
+    otherwise the kernel that was fastest in the measurements is chosen. If `before` is None, stored
+    kernels are ignored. The chosen kernels are stored in the run directory, and `say` prints one
+    line with the kernels and the reasons.
     """
     kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
@@ -278,9 +279,9 @@ def _triton_on_devices(
     say: Callable[[str], None],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the kinds of kernels that the run records as computed in Triton, and the kinds that
-    all ranks compute in Triton now. `before` has the kinds that the run recorded earlier, which may
-    be none. For a new run, `before` is None; the run then uses the kinds in the table of
-    measurements."""
+    all ranks compute in Triton now. `before` has the kinds that the run recorded earlier; it is
+    empty if the run recorded none. For a new run, `before` is None; the run then uses the kinds in
+    the table of measurements."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
     shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
     kept = shared
@@ -304,9 +305,9 @@ def _triton_on_devices(
 def _attention_on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return the attention backends that are stored for the run, which `known` may already have,
-    and the backends that the run uses now. The backends used now are the stored backends that every
-    rank has, in the stored order."""
+    """Return two values: the attention backends that are stored for the run, and the backends that
+    the run uses now. `known` has the backends that were stored earlier, if there are any. The
+    backends used now are the stored backends that every rank has, in the stored order."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]

@@ -95,7 +95,8 @@ class HostChoice:
 
 
 BY_LIBRARY = HostChoice()
-# entries, in the form of presets/kernels.toml, that fit every host and choose PyTorch's kernels
+# entries, in the form of presets/kernels.toml, that apply to every host and choose PyTorch's
+# kernels
 BY_PYTORCH: Entries = {
     kind: [
         {"capability": "", "type": dtype} for dtype in ("float64", "float32", "float16", "bfloat16")

@@ -105,7 +105,7 @@ class DelayedKernels(Kernels):
         dtype: torch.dtype,
     ) -> Tensor:
         """Return a b^T + bias, [m, n], in the type `dtype`. The arguments a [m, k] and b [n, k] are
-        8-bit codes, and the product is that of the values which the codes represent. `names` are
+        8-bit codes. The result is computed from the values that these codes represent. `names` are
         the names of the two operands, which determine their scales."""
         scales = [
             torch.full((), 2.0 ** -self.scales.exponents.get(name, 0), device=a.device)
@@ -122,8 +122,8 @@ class DelayedKernels(Kernels):
         return encoded(x, self.scales.exponents.get(name, 0), KINDS[name], greatest)
 
     def _rounded(self, name: Operand, x: Tensor) -> Tensor:
-        """Return the tensor x of the operand `name`, rounded to values that its 8-bit codes
-        represent. Return x itself if the operand has no scale yet."""
+        """Return x, the tensor of the operand `name`, rounded to values that 8-bit codes represent.
+        Return x itself if the operand has no scale yet."""
         if name != "input" and name not in self.scales.exponents:
             self.scales.saw(name, x)
             return x

@@ -1,8 +1,9 @@
 """The matrix products of a layer's linear in 8-bit floating point with one scale for each block
 (`precision.compute = "fp8"`, `precision.fp8 = "block"`).
 
-In an operand, 128 neighbouring elements share a scale, along the dim over which the product sums.
-In a weight, 128 x 128 elements share a scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2):
+In an activation or a gradient, a tile of 128 elements shares a scale; the elements of a tile are
+neighbours along the dim over which the product sums. In a weight, a square of 128 x 128 elements
+shares a scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2):
 
     y = x W^T     x, W in e4m3      x in tiles along its rows, W in squares
     dx = dy W     dy in e5m2        dy in tiles along its rows, W in squares

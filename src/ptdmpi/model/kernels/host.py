@@ -23,8 +23,8 @@ R = TypeVar("R")
 
 def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
     """Return the function `ask` with a cache of its results. The returned function is a plain
-    Python function around `functools.cache`: torch's compiler would trace through a cached function
-    and print a warning."""
+    Python function that calls the cached one, because torch's compiler would print a warning for a
+    function of `functools.cache`."""
     known: Any = cache(ask)
 
     @wraps(ask)

@@ -43,8 +43,8 @@ class _RmsNorm(Function):
 
 
 class _RmsNormByRows(Function):
-    """RMSNorm by the operations of `_RmsNorm`, for some rows at a time, which stay in the caches of
-    a core. The results have the same bits."""
+    """RMSNorm by the operations of `_RmsNorm`, computed for a few rows at a time, so that these
+    rows stay in the caches of a core. The results have the same bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, elements: int) -> Tensor:

@@ -7,8 +7,8 @@ sizes and words may follow the name, separated by colons:
     attention   "library", "library:1024" (one call from 1024 positions on), "products" (in blocks
                 of 128 queries), "products:256:kept" (in blocks of 256 queries; the probabilities
                 are saved for the backward); see WORDS
-    linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" from versions that stored
-                no sizes means all sizes
+    linear      "library", "onednn:OUTPUT:INPUT_GRADIENT" (oneDNN from these sizes on); older
+                versions stored "onednn", which means all sizes
     gelu        "library", "sigmoid"
     loss        "chunks:LOGITS" (the loss computes about this number of logits at a time)
     norm        "whole", "chunks:ELEMENTS" (RMSNorm computes about this number of elements at a

@@ -42,8 +42,8 @@ class Absorbed:
         return keys, values
 
     def queries(self, plain: Tensor) -> Tensor:
-        """Return queries of latent vectors, [s, b, a / t, c], for the unrotated elements of the
-        queries, [s, b, a / t, n]."""
+        """Return the queries by which latent vectors are multiplied, [s, b, a / t, c], for the
+        unrotated elements of the original queries, [s, b, a / t, n]."""
         keys, _ = self._weights()
         product = self._linear.kernels.product(plain.permute(1, 2, 0, 3), keys)
         return product.permute(2, 0, 1, 3)

@@ -1,6 +1,6 @@
 """PyTorch's fused kernels of attention, applied to values that are smaller than keys.
 
-The kernel for a CPU and FlashAttention need values of the head size of keys, d. These kernels get
+Both the CPU kernel and FlashAttention need values with the head size of keys, d. These kernels get
 values that are filled up with zeros from v to d elements. The last d - v elements of their outputs
 are zeros, and are cut off. Only tensors without these zeros are saved for the backward, which fills
 the saved tensors up again.

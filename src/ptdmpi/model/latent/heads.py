@@ -50,9 +50,9 @@ class Latents:
 
 
 class LatentHeads:
-    """The function that makes queries and keys [b, a / t, s, d] and values [b, a / t, s, v] from
-    the expanded queries [s, b, a / t * d], the expanded keys and values [s, b, a / t * (n + v)] and
-    the rotary key [s, b, r].
+    """The function that makes queries, keys and values by head. Its inputs are the expanded queries
+    [s, b, a / t * d], the expanded keys and values [s, b, a / t * (n + v)], and the rotary key [s,
+    b, r]. Its results are queries and keys [b, a / t, s, d], and values [b, a / t, s, v].
 
     Under sequence parallelism, the rotary key has only this rank's positions. Each rotated pair
     consists of the neighbouring elements 2 i and 2 i + 1, as in the published weights. After the

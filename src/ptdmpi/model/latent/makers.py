@@ -3,7 +3,7 @@ returns a function that computes its operator.
 
 The matrix that expands latent vectors is the module of the operator `ExpandLatents`. In generation
 with a cache, this operator passes the latent vectors on, and the operators before and after the
-core multiply by its matrix (`absorbed`).
+attention core multiply by its matrix (`absorbed`).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ from ptdmpi.plan.layer.operator import Operator
 
 
 def latents(owner: nn.Module, row: Operator, build: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Make the norms of the latent vectors (see `ptdmpi.model.operators.Maker`)."""
+    """Make the norms of the latent vectors, and return the function that divides and normalizes
+    these vectors (see `ptdmpi.model.operators.Maker`)."""
     assert isinstance(row, SplitLatents)
     norms = [Norm(build.model, size=part.size) for _, part in row.norms]
     for (name, _), norm in zip(row.norms, norms, strict=True):
@@ -30,7 +31,8 @@ def latents(owner: nn.Module, row: Operator, build: Any) -> Callable[..., tuple[
 
 
 def expanded(owner: nn.Module, row: Operator, build: Any) -> Callable[..., Tensor]:
-    """Make the linear layer that expands the latent vectors."""
+    """Make the linear layer that expands the latent vectors, and return the function that applies
+    this layer."""
     assert isinstance(row, ExpandLatents)
     linear = built.added_linear(owner, row, build.axis)
 

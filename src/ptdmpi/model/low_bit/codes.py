@@ -1,5 +1,6 @@
 """Quantization of matrices to codes and scales, and dequantization, for the formats that
-`plan.layer.low_bit.LowBit` describes.
+`plan.layer.low_bit.LowBit` describes. A code is the number of a level, and a level is a number that
+is multiplied by the scale of a block.
 
 All arithmetic is in float32 (in float64 for a float64 matrix). The dequantized values are therefore
 the same in three cases: for weights from a file, for packed weights in memory, and for operands
@@ -73,7 +74,7 @@ def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def place_tables(form: LowBit, device: torch.device) -> None:
     """Copy the lookup tables of a quantized format to a device in advance, because a copy within a
-    step would make the step wait."""
+    step would make the host wait for the device."""
     for table in (_levels, _level):
         table(form, device)
     for wide in (torch.float32, torch.float64):

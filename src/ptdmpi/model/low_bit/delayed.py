@@ -2,11 +2,11 @@
 the step (`precision.fp8 = "delayed"`).
 
 The code of an element x is x 2^k, limited to the largest number of the 8-bit type, and rounded to
-the nearest number of the type. The value of a code is code 2^-k. The exponent k is computed from
-the last `HISTORY` steps. In each step, the greatest magnitude of the tensor over all ranks and
-microbatches determines an exponent (`float8.exponents`). k is the least of these exponents
-(the recipe of delayed scaling of NVIDIA's Transformer Engine). In a later step, a number may be too
-large for this scale, so codes are limited to the largest number of the type.
+the nearest number of the type. The value of a code is the code times 2^-k. The exponent k is
+computed from the last `HISTORY` steps. In each step, the greatest magnitude of the tensor over all
+ranks and microbatches determines an exponent (`float8.exponents`). k is the least of these
+exponents (the recipe of delayed scaling of NVIDIA's Transformer Engine). In a later step, a number
+may be too large for this scale, so codes are limited to the largest number of the type.
 """
 
 import math
@@ -51,8 +51,8 @@ class DelayedScales:
 
 def encoded(x: Tensor, exponent: int, kind: torch.dtype, greatest: Tensor) -> Tensor:
     """Return the codes of x in the 8-bit type `kind`, with the scale 2^-exponent. `greatest` is the
-    greatest magnitude of x. If it is not finite, all codes are NaN, which makes the run skip the
-    step."""
+    greatest magnitude of x. If `greatest` is not finite, all codes are NaN, which makes the run
+    skip the step."""
     most = torch.finfo(kind).max
     factor = 2.0**exponent + 0.0 * greatest  # 0 times infinity is NaN
     return (x * factor).clamp_(-most, most).to(kind)

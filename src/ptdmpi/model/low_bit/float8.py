@@ -3,9 +3,9 @@ products in the precision fp8.
 
 A matrix [m, n] is cut into tiles of p x q elements; tiles at the end may be smaller. The elements
 of a tile share a scale 2^-k. The code of an element x is x 2^k, rounded to the nearest number of
-the 8-bit type (to even if two are equally near), and the value of a code is code 2^-k. The exponent
-k is the largest whole number, at most 100, for which the greatest magnitude of the tile times 2^k
-is at most the largest number of the type.
+the 8-bit type (to even if two are equally near), and the value of a code is the code times 2^-k.
+The exponent k is the largest whole number, at most 100, for which the greatest magnitude of the
+tile times 2^k is at most the largest number of the type.
 
 Scales are powers of two, as in Transformer Engine's recipe for blocks, so a value is exact in
 bfloat16. If values are multiplied in bfloat16 with sums in float32, the result is therefore the
@@ -26,7 +26,8 @@ from ptdmpi.config.precision import SCALED_BLOCK
 # a normal number in bfloat16.
 MOST_EXPONENT = 100
 # The largest number of both 8-bit types has the mantissa 1.75. If this constant is added to the
-# bits of a float32, it carries into the exponent exactly if the mantissa is greater than 1.75.
+# bits of a float32 number, the addition carries into the exponent if and only if the mantissa is
+# greater than 1.75.
 _ABOVE_MANTISSA = 0x7FFFFF - 0x600000
 
 

@@ -31,10 +31,10 @@ from ptdmpi.plan.layer.parts import Parts
 
 
 class Module(Computing):
-    """A module for multi-token prediction: two norms, one for an activation and one for an
-    embedding; a linear layer whose input is both results; a transformer layer; and a last norm. For
-    dropout masks and experts' loads, module `number` (from 0) counts as layer `number` + the number
-    of layers."""
+    """A module for multi-token prediction. One norm is for an activation, and another norm for an
+    embedding. A linear layer reads the concatenation of both results; a transformer layer and a
+    last norm follow. For dropout masks and experts' loads, module `number` (from 0) counts as layer
+    `number` + the number of layers."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class AheadOutput(TokenOutput):
         return {**losses, **dict(zip(names, self._ahead(batch, x, context), strict=True))}
 
     def activations(self, ahead: TokensAhead, x: Tensor, context: Context) -> Iterator[Tensor]:
-        """Yield the normalized activations [s, b, h] from which the output head predicts, of each
-        module for which `ahead` has tokens. `x` are the normalized activations of the model."""
+        """Yield, for each module for which `ahead` has tokens, the normalized activations [s, b, h]
+        from which the output head predicts. `x` are the normalized activations of the model."""
         table = self.table.weight
         assert isinstance(table, Parameter)
         for module, ids in zip(self.extra, ahead.ids[:-1], strict=False):

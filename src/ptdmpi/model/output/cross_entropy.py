@@ -1,6 +1,7 @@
 """Cross-entropy of logits whose columns are divided over the tensor axis. The ranks send each other
-only three numbers per token instead of the logits (Shoeybi et al. 2019, arXiv 1909.08053, section
-3). In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
+only three numbers per token instead of the logits: the greatest logit, the sum of exponentials, and
+the logit of the label (Shoeybi et al. 2019, arXiv 1909.08053, section 3). In the shapes below, V is
+the size of the vocabulary and t is the number of tensor ranks.
 
 By default torch's operations compute the loss. On a device, two kernels in Triton can compute it
 instead (`ptdmpi.model.kernels.fused.loss`), if the kernels of the run include them.
@@ -41,9 +42,9 @@ def token_log_probabilities(
 
 
 def columns_of(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return two tensors for the labels [s, b], which are ids of the full vocabulary: the index [s
-    b, 1] of each label among this rank's `columns` columns of the logits, and a mask [s b] that is
-    True if this rank has the label's column."""
+    """Return two tensors for the labels [s, b], which are ids of the full vocabulary. The first
+    tensor [s b, 1] has the index of each label among this rank's `columns` columns of the logits.
+    The second tensor [s b] is a mask that is True if this rank has the label's column."""
     local = labels.reshape(-1) - axis.rank * columns
     here = (local >= 0) & (local < columns)
     return local.clamp(0, columns - 1)[:, None], here

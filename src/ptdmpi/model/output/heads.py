@@ -1,9 +1,9 @@
 """The outputs of a model: logits, scores and losses, computed from the activations of the last
 layer.
 
-Each output has modules, which the last pipeline stage registers, and computes losses, by name, from
-activations. In the shapes below, V is the size of the vocabulary, t is the number of tensor ranks,
-and h is the hidden size.
+An output consists of modules, which the last pipeline stage registers. It computes the losses, by
+name, from the activations of the last layer. In the shapes below, V is the size of the vocabulary,
+t is the number of tensor ranks, and h is the hidden size.
 """
 
 from abc import ABC, abstractmethod
@@ -127,7 +127,7 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # each tensor rank has all masked positions, so this tensor axis is without sequence
+        # every tensor rank has all masked positions, so the head is computed without sequence
         # parallelism
         return TensorAxis(self.axis.comm)
 

@@ -103,8 +103,8 @@ def _together(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _apart(both: Tensor, keys: torch.Size, values: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return keys and values, views of the tensor `both` of `_together`. They have the shapes
-    `keys` and `values`, except for the number of positions."""
+    """Return keys and values as views of `both`, a tensor in the form that `_together` returns.
+    They have the shapes `keys` and `values`, except for the number of positions."""
     first = keys[0] * keys[1] * keys[3]
     parts = zip((both[:, :first], both[:, first:]), (keys, values), strict=True)
     k, v = (

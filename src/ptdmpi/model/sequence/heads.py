@@ -125,8 +125,8 @@ class _AllHeads(Function):
             y, joined = ctx.saved_tensors
             storage = y.untyped_storage()
             storage.resize_(max(storage.nbytes(), y.nbytes))
-            # write through `.data`, so that autograd does not notice; the values are the same as
-            # before
+            # write through `.data`, so that autograd does not report a changed tensor; the values
+            # are the same as before
             y.data.copy_(_by_heads(joined, axis))
         return _by_heads(dy, axis), None, None
 

@@ -124,7 +124,7 @@ class _RingAttention(Function):
 class _Pair:
     """Keys and values, or their gradients, in one tensor [elements], `block`, which is sent as a
     whole. `keys` [b, key heads, s / c, head size] and `values`, which may have another head size,
-    are views of it."""
+    are views of `block`."""
 
     def __init__(self, block: Tensor, keys: torch.Size, values: torch.Size) -> None:
         self.block = block
@@ -190,7 +190,7 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
     rank.
 
     The exchange is an all-to-all in which each rank sends only to one other rank. Every transport
-    supports an all-to-all, and it cannot deadlock.
+    supports an all-to-all, and an all-to-all cannot deadlock.
     """
     rank, size = axis.comm.rank, axis.size
     sent = [len(x) * (peer == (rank + 1) % size) for peer in range(size)]
@@ -355,8 +355,9 @@ class _Gradients:
         self._queries = queries
         self._dout = dout  # the output's gradient, in the type of the queries
         self._logsumexp = logsumexp
-        # for each query, the sum of w dw over its attention weights w, which is computed from the
-        # query's output and its gradient (Dao et al. 2022, algorithm 4)
+        # for each query, the sum of w dw over its attention weights w, where dw is the gradient of
+        # w; this sum equals the inner product of the query's output and the output's gradient (Dao
+        # et al. 2022, algorithm 4)
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: _Pair) -> None:

@@ -7,8 +7,8 @@ equations are
 
 An element of m is a hash of the stream's key, the sample, the position and the channel, computed as
 in `RandomStream.hidden_mask` of `ptdmpi.model.random`. Because every pass computes the hash again,
-no mask is stored. Each pass reads one number and writes one number for each element, plus 8 bytes
-for the position and for the sample of each row. The reference implementation is
+no mask is stored. Each pass reads one number and writes one number for each element. For each row,
+it also reads the position and the sample, 8 bytes each. The reference implementation is
 `ptdmpi.model.random.dropout`, which gives the same bits.
 """
 

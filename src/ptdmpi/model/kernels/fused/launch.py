@@ -13,7 +13,7 @@ from torch import Tensor
 def block_of(elements: int, most: int | None = None) -> int:
     """Return the number of elements of a row that a program computes at once: the least power of
     two that is not less than `elements`, but at most `most`. Triton needs powers of two, so `most`
-    must be one, too."""
+    must be a power of two, too."""
     block = int(triton.next_power_of_2(elements))
     return block if most is None else min(most, block)
 

@@ -62,9 +62,9 @@ def _turn(
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     """Return x [s, b, heads, head size] rotated by the angles with the cosines and sines `cos` and
-    `sin`. These are [s, 1, 1, head size] or, if each sequence has angles of its own, [s, b, 1, head
-    size], and have the same strides. If `back` is True, rotate by the negative angles. The elements
-    of a head must be contiguous in all inputs. The result is contiguous."""
+    `sin`. Both `cos` and `sin` are [s, 1, 1, head size] or, if each sequence has angles of its own,
+    [s, b, 1, head size]. They must have the same strides. If `back` is True, rotate by the negative
+    angles. The elements of a head must be contiguous in all inputs. The result is contiguous."""
     s, batch, heads, size = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():

@@ -15,7 +15,7 @@ from ptdmpi.plan.layer.elementwise import Normalize
 @dataclass(frozen=True)
 class NormOfSum:
     """The function that computes a residual sum x + y and its norm. Without `residual` the sum is x
-    itself. If `keeps` is True, later steps read the sum, so the function returns it, too; the
+    itself. If `keeps` is True, later steps read the sum, so the function returns the sum, too. The
     backward of the norm then also adds the gradient of the sum."""
 
     norm: Norm

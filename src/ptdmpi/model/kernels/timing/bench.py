@@ -65,7 +65,7 @@ class Bench:
 
     def agreed(self, value: float) -> float:
         """Return the result of `over` for the values of all ranks; by default it is the median.
-        Every rank calls this."""
+        Every rank calls this method."""
         return self.over(self.everyone.all_gather_object(value))
 
     def work_s(self, work: Callable[[], Any]) -> float:

@@ -91,8 +91,9 @@ def _fewer(positions: int, each: int) -> int:
 
 @dataclass(frozen=True)
 class Cached:
-    """The file in the user's cache with the measurements for one kind of machine, one division of
-    its cores among ranks, and one set of sizes (`key`)."""
+    """A file with measurements of kernels in the user's cache. `key` identifies the kind of
+    machine, the division of its cores among ranks, and the sizes at which the kernels were
+    timed."""
 
     key: Mapping[str, Any]
 
@@ -137,7 +138,7 @@ def measured_here(
     result. `say` prints one line.
 
     The time of a kernel is the time on the slowest rank. If other programs slow the measurement
-    down, so that it would exceed LIMIT_S, the other kinds of kernels are not measured, and the
+    down, so that it would exceed LIMIT_S, the remaining kinds of kernels are not measured, and the
     result is not stored in the cache. If a kernel gives a wrong result, return an empty dict;
     kernels are then chosen from the table of the package.
     """

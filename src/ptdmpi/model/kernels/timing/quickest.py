@@ -50,8 +50,8 @@ ATTENTION: dict[str, HostAttention] = {
 }
 ONEDNN = HostChoice(linear=OneDnnLinears(output=0.0, input_gradient=0.0))
 SIGMOID = HostChoice(gelu="sigmoid")
-# numbers of logits that the loss may compute at a time: 256 KiB to 2 MiB of float32, as the caches
-# of a core
+# numbers of logits that the loss may compute at a time: 256 KiB to 2 MiB of float32, which are
+# typical sizes of a core's caches
 LOGITS = (2**16, 2**17, 2**18, 2**19)
 # numbers of elements that RMSNorm may compute at a time; its operations use several copies of them
 ELEMENTS = (2**15, 2**16, 2**17)
@@ -61,10 +61,10 @@ ELEMENTS = (2**15, 2**16, 2**17)
 class TimedSizes:
     """The sizes at which kernels are timed.
 
-    Attention is timed at the sequence lengths `lengths`, linears at the sizes `linears` (positions,
-    inputs, outputs), GELU at the size `gelu` (positions, features), the loss at the size `loss`
-    (positions, columns of the logits), and RMSNorm at the size `norm` (positions, features). If
-    `norm` is empty, RMSNorm is not timed.
+    Attention is timed at the sequence lengths `lengths`. Linears are timed at the sizes `linears`
+    (positions, inputs, outputs), and GELU at the size `gelu` (positions, features). The loss is
+    timed at the size `loss` (positions, columns of the logits), and RMSNorm at the size `norm`
+    (positions, features). If `norm` is empty, RMSNorm is not timed.
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -98,8 +98,8 @@ def entries(
     kind of kernel (a key of `MEASURES`), for processors like this one.
 
     After `limit_s` seconds no further kind of kernel is timed, and the result lacks the other
-    kinds. Every rank calls this. Raises ProbeError on every rank if a kernel gives a wrong result
-    on any rank.
+    kinds. Every rank calls this function. Raises ProbeError on every rank if a kernel gives a wrong
+    result on any rank.
     """
     has = torch.cpu.get_capabilities()
     here = {
@@ -205,9 +205,9 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 
 def _chunks(size: tuple[int, int]) -> dict[int, int]:
-    """Return the sizes of chunks that are timed for logits of the shape `size` (positions,
-    columns): rows of a chunk -> number of logits. Numbers of logits that lead to equal chunks are
-    timed only once. The default is first."""
+    """Return the chunk sizes that are timed for logits of the shape `size` (positions, columns), as
+    a dict: number of rows of a chunk -> number of logits. Numbers of logits that lead to equal
+    chunks are timed only once. The default is first."""
     positions, columns = size
     chunks = dict[int, int]()
     for logits in (HOST_ELEMENTS, *LOGITS):

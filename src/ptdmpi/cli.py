@@ -15,7 +15,7 @@ class CommandLine(NamedTuple):
     """The line that describes a command in the list of commands. The list can be printed without an
     import of the commands.
 
-    `all_ranks`: True if all ranks of a job run the command, False if only rank 0 runs it.
+    `all_ranks` is True if all ranks of a job run the command, and False if only rank 0 runs it.
     """
 
     line: str
@@ -49,8 +49,8 @@ END_S = 60.0
 
 
 class LazyGroup(CommandGroup):
-    """A group that imports `ptdmpi.commands.NAME` only when NAME runs, so planning needs no
-    torch."""
+    """The group of all commands. The module of a command, `ptdmpi.commands.NAME`, is imported only
+    when that command runs. The command `ptdmpi plan` therefore needs no torch."""
 
     in_parallel = frozenset(name for name, entry in COMMANDS.items() if entry.all_ranks)
 

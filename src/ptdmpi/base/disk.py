@@ -32,8 +32,9 @@ def user_cache() -> Path:
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
     """Start writing bytes [start, end) of a file to the disk in the background. The disk then
     writes while the program computes, and a later `sync` has little left to write. The function
-    calls `posix_fadvise` with the advice that the program no longer needs these pages of the page
-    cache. Linux then starts writing them, and frees the pages that are already on the disk."""
+    advises the kernel (`posix_fadvise`) that the program no longer needs these bytes in the page
+    cache. Linux then starts to write the changed pages to the disk, and frees the pages that are
+    already there."""
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
@@ -64,10 +65,10 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block or the disk fails, the old file at `path` stays, and the temporary file is removed.
     The temporary name contains the process id, so two processes that write the same file do not
     disturb each other. If `path` is a symbolic link to a file, the file is replaced, and the link
-    stays. If `path` is a symbolic link to a directory, the link itself is replaced: in earlier
-    versions of ptdmpi, `latest` was a symbolic link. Raises OSError if the disk fails. Also raises
-    OSError if `path` is a directory, a pipe or a device, because the temporary file must not
-    replace one of these.
+    stays. If `path` is a symbolic link to a directory, the link itself is replaced. This case
+    occurs in run directories of earlier versions of ptdmpi, in which `latest` was a link to the
+    newest checkpoint. Raises OSError if the disk fails. Also raises OSError if `path` is a
+    directory, a pipe or a device, because the temporary file must not replace one of these.
     """
     if not (path.is_symlink() and path.is_dir()):
         path = Path(os.path.realpath(path))
@@ -102,7 +103,8 @@ def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
         _require_file(path, path.stat())
 
     def at_once(name: str, flags: int) -> int:
-        """Open the file without waiting, since a pipe may have appeared after the check."""
+        """Open the file with O_NONBLOCK. A pipe may have replaced the file after the check above,
+        and without O_NONBLOCK opening a pipe could wait forever."""
         try:
             return os.open(name, flags | os.O_NONBLOCK, 0o666)
         except OSError as error:
@@ -118,16 +120,16 @@ def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
 
 
 def _require_file(path: Path, status: os.stat_result) -> None:
-    """Raise OSError if `status`, the status of `path`, is that of a pipe or a device. No check for
-    a directory is needed: `open` raises OSError for it."""
+    """Raise OSError if `path` is a pipe or a device. `status` is the result of `os.stat` for
+    `path`. Directories need no check, because `open` raises OSError for a directory."""
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.ESPIPE, "is a pipe or a device, not a file", str(path))
 
 
 def why_unusable(path: Path) -> str:
     """Return a text that says what `path` is, such as "is a pipe or a device". `path` is an entry
-    of a directory, and is neither a regular file nor a directory. In a message, the text follows
-    the name of the entry."""
+    of a directory, and is neither a regular file nor a directory. An error message has the name of
+    the entry and then this text."""
     return "is a pipe or a device" if path.exists() else "is a link to a missing file"
 
 

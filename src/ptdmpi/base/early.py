@@ -36,12 +36,12 @@ class EndOnInterrupt:
 
 
 def begin(program: str, holding: tuple[str, ...] = ()) -> None:
-    """Prepare the process for signals during its start: SIGINT ends the process with one line. Also
-    replace missing standard streams.
+    """Prepare the process for signals during its start: SIGINT prints one line and ends the
+    process. Also replace missing standard streams by /dev/null.
 
-    If the first argument of the command line is a command in `holding`, the signals in REQUESTS are
-    blocked until `release` is called. That command must call `release` after it has installed its
-    own handlers.
+    If the first argument that is not an option is a command in `holding`, the signals in REQUESTS
+    are blocked until `release` is called. A command in `holding` must call `release` after it has
+    installed its own handlers.
     """
     _open_missing_streams()
     # A shell makes its background jobs ignore SIGINT. Do not change that.
@@ -55,8 +55,9 @@ def begin(program: str, holding: tuple[str, ...] = ()) -> None:
 def _open_missing_streams() -> None:
     """Open /dev/null in place of each standard stream that the process was started without.
 
-    Otherwise the next file that the process opens, such as a checkpoint, would get the number of
-    the missing stream, and libraries written in C would print their messages into this file.
+    If a stream stayed missing, the next file that the process opens, such as a checkpoint, would
+    get the number of this stream. Libraries written in C would then print their messages into the
+    file.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -67,7 +68,8 @@ def _open_missing_streams() -> None:
 
 
 def imported() -> None:
-    """Declare that the imports are done: from now on SIGINT raises KeyboardInterrupt."""
+    """Declare that the imports are done. From now on SIGINT raises KeyboardInterrupt, as in any
+    Python program."""
     if isinstance(signal.getsignal(signal.SIGINT), EndOnInterrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,5 +1,5 @@
-"""Settings of the C library's allocator. The process keeps freed memory, because every training
-step frees and requests large tensors of the same sizes.
+"""Settings of the C library's allocator. With these settings the process keeps freed memory,
+because every training step frees and requests large tensors of the same sizes.
 
 By default glibc returns a freed block of memory to the kernel if the block is larger than a limit.
 While the program runs, glibc adapts this limit, between 128 KiB and 32 MiB. The next training step
@@ -18,8 +18,9 @@ from pathlib import Path
 # parameters of the function mallopt(3); the numbers are defined in malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-# Blocks above this number of bytes, such as a rank's flat parameters, are returned to the kernel
-# when they are freed, because they would leave large gaps in the kept memory.
+# Blocks above this number of bytes are returned to the kernel when they are freed, because they
+# would leave large gaps in the memory that the process keeps. An example of such a block is the
+# tensor that contains all parameters of a rank.
 LARGEST_KEPT = 1 << 30
 # If a user has set one of these environment variables, this module changes no setting.
 VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
@@ -39,8 +40,9 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Return all memory that is free now to the kernel. This is useful once, before the first
-    training step, because the preparation of a run may need more memory than the training steps."""
+    """Return all memory that is free now to the kernel. A run calls this function once, before the
+    first training step, because the preparation of a run may need more memory than the training
+    steps."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -11,8 +11,8 @@ from ptdmpi.base.errors import InputError
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# Suffixes of file names. A name that ends with one of these suffixes is taken for a file, and is
-# not looked up on the hub, even if the file does not exist.
+# Suffixes of file names. A name that ends with one of these suffixes is treated as the name of a
+# file. It is not looked up on the hub, even if the file does not exist.
 _FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2", ".xz", ".zst")
 
 
@@ -32,8 +32,8 @@ def downloaded(name: str, kind: Kind, patterns: Sequence[str]) -> Path:
     a model, files in subfolders are not included.
 
     Missing files are downloaded into the hub's own cache (`HF_HOME`). Raise InputError if the
-    download fails; the message contains a command that the user can run on a machine with network
-    access.
+    download fails. The message then contains a command that the user can run on a machine with
+    network access.
     """
     from huggingface_hub import snapshot_download
 
@@ -77,7 +77,8 @@ def require_repository(name: str) -> None:
 def upload(folder: Path, name: str) -> str:
     """Upload the files in `folder` to the model repository `name` on the hub, and return its
     address. If the repository does not exist, create a private one. Raise InputError if the upload
-    fails; the message contains a command that the user can run on a machine with network access."""
+    fails. The message then contains a command that the user can run on a machine with network
+    access."""
     from huggingface_hub import HfApi
 
     try:

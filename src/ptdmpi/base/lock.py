@@ -31,8 +31,8 @@ class FileLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # any other error means that this file system does not support locks; in that case every
-            # process gets the lock
+            # any other error means that this file system does not support locks, so every process
+            # gets the lock
             if error.errno in _HELD:
                 return False
         holder = f"process {os.getpid()} on {socket.gethostname()}"
@@ -46,7 +46,8 @@ class FileLock:
         return True
 
     def holder(self) -> str:
-        """Return the text in the lock file, which describes the process that has the lock."""
+        """Return the text in the lock file, which describes the process that has the lock. If the
+        file is empty, return "another process"."""
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:

@@ -12,8 +12,8 @@ def divisors(number: int) -> list[int]:
     """Return all divisors of `number` >= 1, in ascending order.
 
     Only prime factors up to MOST_TRIED are tried, and the remaining factor is assumed to be a
-    prime. The result is wrong only for numbers above MOST_TRIED**2 that have two prime factors
-    above MOST_TRIED; a number above MOST_TRIED**2 in a configuration is surely a typing mistake.
+    prime. The result can be wrong only for a number above MOST_TRIED**2 that has two prime factors
+    above MOST_TRIED. Such a large number in a configuration is surely a typing mistake.
     """
     products = [1]
     rest = number

@@ -39,8 +39,8 @@ def progress(
 
 
 class _Lines:
-    """Progress as lines in a log. Each line has the completed percentage of the work and the
-    estimated remaining time in seconds.
+    """A progress display that prints lines to a log. Each line has the completed percentage of the
+    work and the estimated remaining time in seconds.
     """
 
     def __init__(self, what: str, total: float | None, unit: str, first_s: float) -> None:

@@ -33,9 +33,9 @@ def _none() -> dict[str, int]:
 
 @dataclass
 class Tally:
-    """For each kind of message: the number of messages that one rank sends in a group of `ranks`
-    ranks, and the sum of their bytes x (see the module docstring). All numbers are integers, so
-    sums are exact."""
+    """The messages that one rank sends in a group of `ranks` ranks. For each kind of message,
+    `messages` has the number of messages, and `whole_bytes` has the sum of their sizes x in bytes
+    (x is defined in the module docstring). All numbers are integers, so sums are exact."""
 
     ranks: int
     messages: dict[str, int] = field(default_factory=_none)

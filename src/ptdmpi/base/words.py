@@ -16,9 +16,9 @@ def printable_line(line: str) -> str:
 
 
 def mistake_in_path(path: str) -> str:
-    """Return what the path must not contain, although it does; "" if the path is legal. A legal
-    path contains no control characters, which would change the terminal that shows the path, and
-    no bytes that are not UTF-8, which most files cannot store."""
+    """Return a message about the illegal characters in a path; "" if the path is legal. Control
+    characters are illegal, because a terminal that shows the path would execute them. Bytes that
+    are not UTF-8 are illegal, because text files, such as JSON, cannot store them."""
     kinds = {unicodedata.category(sign) for sign in path}
     if "Cs" in kinds:
         return "a path must not contain bytes that are not UTF-8"

@@ -25,8 +25,8 @@ def in_manifest(loss: float | None) -> Mapping[str, Any]:
 
 def best(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Path]:
     """Return the `count` complete checkpoints of a run with the lowest validation losses, in
-    ascending order of the loss. If losses are equal, the earlier step comes first. `damaged` has
-    the names of checkpoints that could not be read; these are skipped."""
+    ascending order of the loss. If losses are equal, the earlier step comes first. Checkpoints
+    whose names are in `damaged` are skipped, because they could not be read."""
     if not count:
         return []
     validated = []

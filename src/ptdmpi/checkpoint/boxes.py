@@ -3,11 +3,11 @@ the unsharded tensors of the model. The checksum of a slice is computed while th
 or read.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
-any tool can open it. This module writes the safetensors format itself for two reasons. It computes
-the checksums while it writes the data, not in a second pass over the file; and it writes the data
-directly from the memory of the parameters. To read a slice of a tensor, a reader takes the offset
-of the slice from the manifest, and reads only its bytes, directly into the array that receives
-them.
+any tool can open it. This module writes the safetensors format itself for two reasons. First, this
+module computes the checksums while it writes the data, not in a second pass over the file. Second,
+it writes the data directly from the memory of the parameters. To read a slice of a tensor, a reader
+takes the offset of the slice from the manifest, and reads only its bytes, directly into the array
+that receives them.
 """
 
 import json
@@ -39,8 +39,8 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# Data is written in chunks of this number of bytes. Such a chunk stays in the processor's cache
-# from the computation of its checksum until it is written.
+# Data is written in chunks of this number of bytes. A chunk of this size stays in the processor's
+# cache between the computation of its checksum and the write.
 CHUNK_BYTES = 1 << 20
 # The bytes that a rank needs from a file may have gaps between them. A gap of up to this number of
 # bytes is read, too: the disk reads complete blocks anyway, so two read calls that skip the gap
@@ -131,13 +131,13 @@ def _write_block(file: BinaryIO, values: Array) -> int:
 
 
 class Reader:
-    """A reader of slices of logical tensors. A checkpoint cuts each tensor into pieces; the slice
+    """A reader of slices of logical tensors. A checkpoint stores each tensor in pieces. The slice
     that is read need not be one of these pieces.
 
     If a whole piece is read, the reader also compares the bytes with the checksum of the piece. The
-    array `checked` has one entry for each piece in `pieces`; the entry is 1 if the piece was
-    compared with its checksum. The attribute `means` has the value of `Manifest.means`. Threads
-    must not share a reader.
+    array `checked` has one entry for each piece in `pieces`: 1 if the piece was compared with its
+    checksum, 0 if not. The attribute `means` maps the name of a tensor to the names of the
+    replicas' tensors whose mean is read (`Manifest.means`). Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -188,7 +188,8 @@ class Reader:
         """Fill `target` with the slice `wanted` of tensor `name`, converted to the type of
         `target`.
 
-        Raise Damaged if a file is too short, or a checksum does not match.
+        Raise Damaged if a file is missing, cannot be read or is too short, or if a checksum does
+        not match.
         """
         if name in self.means:
             self._read_mean(self.means[name], wanted, target)
@@ -226,10 +227,10 @@ class Reader:
         target[...] = total / total.dtype.type(len(names))
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
-        """Fill `target` with the slice `wanted` of a quantized weight, dequantized in float32: the
-        level of each code times the scale of its block, plus the block's lowest value if the
-        quantized format stores one. Complete blocks are read, and the wanted elements are taken
-        from these blocks.
+        """Fill `target` with the slice `wanted` of a quantized weight, dequantized in float32. The
+        value of an element is the level of its code times the scale of its block. If the quantized
+        format stores the lowest value of each block, this value is added. Complete blocks are read,
+        and the wanted elements are taken from these blocks.
         """
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"
@@ -255,8 +256,8 @@ class Reader:
         target[...] = values.reshape(bottom - top, -1)[:, left - begin : right - begin]
 
     def check(self, number: int) -> None:
-        """Read piece `number`, and compare it with its checksum; its values are not returned. Raise
-        Damaged if the checksum does not match."""
+        """Read piece `number` of `pieces`, and compare it with its checksum. The values of the
+        piece are not returned. Raise the same errors as `read`."""
         name, piece = self.pieces[number]
         left = self.tensors[name].nbytes(piece)
         scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))
@@ -334,8 +335,8 @@ class Reader:
 
 @cache
 def _levels(form: LowBit) -> Array:
-    """Return the quantization levels that a byte encodes, for each value of the byte: [256,
-    elements per byte]. The lowest bits of a byte encode the first level."""
+    """Return a table [256, elements per byte]: for each value of a byte, the quantization levels
+    that this byte encodes. The lowest bits of a byte encode the first level."""
     levels = np.array(form.levels, np.float32)
     codes = np.arange(256)
     if form.bits == 8:

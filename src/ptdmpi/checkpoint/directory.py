@@ -99,8 +99,8 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the incomplete checkpoints that crashes and failed saves have left. This function must
-    not be called during a save."""
+    """Remove the incomplete checkpoints that crashes and failed saves have left. Do not call this
+    function during a save, because the save would lose its files."""
     # remove the directories of incomplete checkpoints before a new file is written, because they
     # may fill the disk
     for leftover in directory.glob("step-*.tmp"):
@@ -189,7 +189,8 @@ def _last_kept(directory: Path, source: Path | None) -> int:
 
 
 def put_back(directory: Path) -> None:
-    """Complete or undo the replacement of a checkpoint, if a crash has interrupted it."""
+    """If a crash has interrupted the replacement of a checkpoint by a newer save of the same step,
+    complete the replacement, or undo it if the newer save is missing."""
     for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):

@@ -194,8 +194,8 @@ def differences(first: Path, second: Path) -> list[Difference]:
     ]
     with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
         kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
-        # kinds of tensors that only one of the two checkpoints has; for example, the optimizer's
-        # moments if the other checkpoint has only weights
+        # Kinds of tensors that only one of the two checkpoints has. For example, only one
+        # checkpoint has the optimizer's moments if the other checkpoint has only weights.
         alone = kinds[0].keys() ^ kinds[1].keys()
         for kind in sorted(alone):
             for path, numbers in zip((first, second), kinds, strict=True):

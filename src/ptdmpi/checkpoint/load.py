@@ -52,11 +52,11 @@ def load(
 
     If replicas differ, each replica continues from its own values. In two cases, all replicas
     instead continue from the mean of the stored replicas: the checkpoint contains only the mean, or
-    the number of replicas has changed and `mean` is True. If `whole` is False, each node needs to
-    have only the files of the checkpoint that its own ranks read. If the checkpoint is damaged, the
-    state is undefined afterwards, and another checkpoint must be loaded. Raise SharedInputError if
-    the checkpoint is undamaged but belongs to another model, or if the function `judge` refuses the
-    checkpoint.
+    the number of replicas has changed and `mean` is True. If `whole` is True, every node must see
+    all files of the checkpoint. If `whole` is False, a node may have only the files that its own
+    ranks read. If the checkpoint is damaged, the state is undefined afterwards, and another
+    checkpoint must be loaded. Raise SharedInputError if the checkpoint is undamaged but belongs to
+    another model, or if the function `judge` refuses the checkpoint.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -108,12 +108,12 @@ def load_tensors(
 ) -> Manifest | str:
     """Load the tensors of the given `kinds`, such as the weights or a kind of optimizer state.
     Return the manifest, or the reason why the checkpoint cannot be read. Before a tensor is read,
-    `judge` may refuse the checkpoint by raising InputError; then every rank raises the error. The
+    `judge` may refuse the checkpoint by raising InputError. Every rank then raises this error. The
     function `read` returns the manifest of a directory. If the checkpoint lacks tensors that the
     data-parallel method stores, these tensors get the values that they have at the beginning of a
-    new run. `head` has the names of the parameters of a task head; a parameter of the head that the
+    new run. `head` has the names of the parameters of a task head. A parameter of the head that the
     checkpoint lacks keeps its initial value (see `drawn`). If `head` is not empty, the model may
-    have fewer learned positions than the checkpoint; the first positions are then loaded.
+    have fewer learned positions than the checkpoint, and only the first positions are loaded.
 
     Each rank reads the slices of tensors that its part of the model needs. A rank that reads a
     whole piece compares the piece with its checksum. If a run with another layout has written the
@@ -135,8 +135,8 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        # `sound_manifest` requires that all files exist, so all nodes see all files; if
-        # `read_manifest` is used, a node may have only the files that its ranks read
+        # `sound_manifest` requires that all files exist, so with it all nodes see all files. With
+        # `read_manifest`, a node may have only the files that its ranks read.
         shared = read is not read_manifest
         wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
         damage = _filled(reader, state, world, wanted)
@@ -155,8 +155,9 @@ def load_frozen(
     judge: Judge = lambda path, manifest: None,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """Load the frozen weights of a model with adapters, and the weights of a task head, whose
-    parameter names are `head`. The result and the errors are the same as those of `load_tensors`.
+    """Load the frozen weights of a model with adapters, and the weights of its task head. `head`
+    has the names of the task head's parameters. The result and the errors are the same as those of
+    `load_tensors`.
     """
     try:
         manifest = on_root(world, lambda: sound_manifest(directory))
@@ -218,9 +219,10 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
 
 
 def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of the parameters of a task head that must keep their initial values. They
-    are the parameters that the checkpoint lacks, or stores with another shape, for example for
-    another number of classes. `head` maps the name of each parameter to its shape."""
+    """Return the names of the parameters of a task head that must keep their initial values. A
+    parameter keeps its initial value if the checkpoint lacks it, or stores it with another shape,
+    for example for another number of classes. `head` maps the name of each parameter to its
+    shape."""
     stored = {name: manifest.find(key(WEIGHTS, name)) for name in head}
     return [name for name, tensor in stored.items() if tensor is None or tensor.shape != head[name]]
 

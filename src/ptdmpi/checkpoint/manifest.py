@@ -10,9 +10,9 @@ A quantized weight is stored as two tensors, `codes/NAME` and `scales/NAME`. The
 matrix products in 8-bit floating point with delayed scales. The entry has, for each operand of such
 a product, the exponents of the operand's greatest magnitudes in the last steps.
 
-The checksum of the manifest detects damage to the manifest. A faulty or foreign program may write a
-wrong manifest with a valid checksum; the checks of keys, types and lengths detect such a manifest.
-The module `examine` checks that the pieces cover their tensors.
+The checksum of the manifest detects damage to the manifest. A faulty program, or a program that is
+not ptdmpi, may write a wrong manifest with a valid checksum. The checks of keys, types and lengths
+detect such a manifest. The module `examine` checks that the pieces cover their tensors.
 """
 
 import json
@@ -37,8 +37,8 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 # The data types that a checkpoint may contain, and their names in safetensors.
 TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
-# Prefixes of tensor names. The name of a weight begins with WEIGHTS; a quantized weight has two
-# tensors, whose names begin with CODES and SCALES.
+# Prefixes of tensor names. The name of a weight begins with WEIGHTS. A quantized weight is stored
+# as two tensors, whose names begin with CODES and SCALES.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
 EXPONENTS = "exponents"  # the manifest's key for the exponents of delayed scales.
@@ -48,9 +48,9 @@ EXTRAS = "extras"  # the manifest's key for entries that a user's program adds
 @dataclass(frozen=True)
 class Progress:
     """The progress of a run, apart from its tensors: `step` steps are done, and `samples` samples
-    are consumed. `updates`, `loss_scale` and `good_steps` are the counters of the optimizer (see
-    `Counters`); the defaults are the values at the start of a new run. `seed` determines the order
-    of samples."""
+    are consumed. `updates`, `loss_scale` and `good_steps` are counters of the optimizer, as in
+    `Counters` (`ptdmpi.model.state`). Their defaults are the values at the start of a new run.
+    `seed` determines the order of samples."""
 
     step: int
     samples: int
@@ -99,8 +99,8 @@ class Written:
 class Manifest:
     """The content of a checkpoint. `said` has, as JSON, the entries of the manifest about the run
     that wrote the checkpoint: its progress, the section [model] of its configuration, and further
-    entries. `files` has the size of each file in bytes. `tensors` maps the names of the tensors in
-    the training state, such as `weights/NAME`, to the tensors.
+    entries. `files` has the size of each file in bytes. `tensors` maps the name of each tensor in
+    the training state, such as `weights/NAME`, to its description.
     """
 
     progress: Progress
@@ -238,7 +238,7 @@ def manifest_text(
     lineage: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the text of the manifest of the files that all ranks have written. `model` is the
-    section [model] of the configuration to which the weights belong; `lineage` has further entries
+    section [model] of the configuration to which the weights belong. `lineage` has further entries
     about the origin of the weights.
     """
     tensors: dict[str, dict[str, Any]] = {}
@@ -285,8 +285,9 @@ def checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raise InputError unless the checkpoint is complete and
-    has the format version of this module."""
+    """Return the manifest of a checkpoint. Raise InputError if the manifest is missing or damaged,
+    or has another format version than this module. The other files of the checkpoint are not
+    checked (see `sound_manifest`)."""
     path = directory / MANIFEST
     try:
         table = json.loads(read_file(path))

@@ -50,8 +50,8 @@ Describe = Callable[[int, Sequence[Written]], str]
 
 @dataclass(frozen=True)
 class HeldCopy:
-    """The files of a copy on one node: the text of the manifest and the size of each file. The text
-    is empty until the copy is valid.
+    """The files of one copy that a node has: the text of the copy's manifest, and the size of each
+    file in bytes. The text is empty until the copy is valid.
     """
 
     manifest: str
@@ -62,15 +62,15 @@ class MemoryCopies:
     """The copies of one run's state in the memory of the nodes. Every rank calls every method.
 
     `count` is the number of copies that this process has tried to make. `seconds` is the total time
-    that it took to make them.
+    of all these attempts.
     """
 
     def __init__(
         self, folder: Path, world: World, state: State, axes: Axes, *, describe: Describe
     ) -> None:
-        """Prepare to make copies in `folder`. The function `describe(step, files)`, which only
-        rank 0 calls, returns the text of a copy's manifest; `files` has the files that all ranks
-        have written."""
+        """Prepare to make copies in `folder`. The function `describe(step, files)`, which only rank
+        0 calls, returns the text of a copy's manifest. Its argument `files` has the files that all
+        ranks have written."""
         self.folder = folder
         self.state = state
         self.describe = describe

@@ -17,8 +17,8 @@ from ptdmpi.model.state import State
 class OutgoingState:
     """The part of the state that this rank writes to the disk.
 
-    `parts` are slices of the state, as views of its tensors. They are the same in every save,
-    because neither the layout nor the assignment of slices to ranks changes.
+    `parts` are slices of the state, as views of its tensors. Every save writes the same slices,
+    because neither the layout nor the assignment of slices to ranks changes during a run.
     """
 
     def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:

@@ -23,8 +23,9 @@ class Resumption:
 
     If `checkpoint.resume` names a checkpoint, but an earlier start has already resumed from it and
     has saved a checkpoint since then, this start resumes from the run's own newest checkpoint. In
-    this case, `followed` is the named checkpoint. `mean_of` is the number of replicas that the
-    checkpoint stores separately, if the run continues from the mean of these replicas; otherwise 0.
+    this case, `followed` is the named checkpoint. If the checkpoint stores replicas separately and
+    the run continues from their mean, `mean_of` is the number of these replicas. Otherwise
+    `mean_of` is 0.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class Resumption:
         Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest
         checkpoint is loaded. If an earlier start has resumed from that path and has saved a
         checkpoint since then, the run's own newest checkpoint is loaded instead. `lost` is True if
-        ranks were lost; then the remaining replicas may begin from the mean of all replicas that
-        the checkpoint stores.
+        ranks were lost. In this case the remaining replicas may begin from the mean of all replicas
+        that the checkpoint stores.
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
         model or was trained on other data (`Course.judge`). Also raise InputError if all
@@ -95,8 +96,8 @@ class Resumption:
 
         The copy was made after an earlier start of the same job. At that start, training may have
         begun from the initial weights, or from the checkpoint that `checkpoint.resume = wanted`
-        names. If no checkpoint was saved after that start, the next save renames the checkpoints
-        that the run does not continue.
+        names. If that start saved no checkpoint to the disk, the run directory may still have
+        checkpoints that the run does not continue. The next save renames these checkpoints.
         """
         step = copies.find()
         if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):
@@ -133,8 +134,9 @@ class Resumption:
         values. If the run trains adapters, only names in `fresh` are returned, because the base
         model may contain the other parameters.
 
-        `tokenizer_sha256` is the hash of the weights' tokenizer; it is used if the checkpoint does
-        not record the tokenizer. Raise InputError, on every rank, if the weights cannot be used.
+        `tokenizer_sha256` is the hash of the tokenizer that belongs to the weights. This argument
+        is used only if the checkpoint does not record its tokenizer. Raise InputError, on every
+        rank, if the weights cannot be used.
         """
         directory = on_root(self.world, lambda: newest(path))
 

@@ -57,9 +57,9 @@ class SaveFailed(SharedInputError):
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint that is complete on the disk. `stall_s` is the number of seconds for which
-    training waited for the save; `write_s` is the number of seconds from the first written byte
-    until `latest` named the checkpoint. `warning` is the reason why older checkpoints could not be
-    removed, or None."""
+    training waited for the save. `write_s` is the number of seconds from the first written byte
+    until the file `latest` named the checkpoint. `warning` is the reason why older checkpoints
+    could not be removed, or None."""
 
     path: Path
     step: int
@@ -97,8 +97,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
-        """Store the arguments. `course` describes the run; the section [checkpoint] of its
-        configuration is used."""
+        """Prepare to save the training state `state` in `directory`. `course` describes the run.
+        Its configuration has the settings of checkpoints, in the section [checkpoint]."""
         self.directory = directory
         self.state = state
         self.course = course
@@ -113,7 +113,7 @@ class Checkpoints:
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # only one thread: on rank 0, a checkpoint is published after this rank's own file is
+        # there is only one thread, so that rank 0 publishes a checkpoint after its own file is
         # written
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
@@ -210,8 +210,9 @@ class Checkpoints:
         return self._advance(wait=False)
 
     def finish(self) -> list[Saved]:
-        """Wait until a save in progress is complete, and return it; return an empty list if there
-        is none. Raise SaveFailed if a rank could not write."""
+        """Wait until the save in progress is complete, and return it as a list with one entry.
+        Return an empty list if no save is in progress. Raise SaveFailed if a rank could not
+        write."""
         return self._advance(wait=True)
 
     def close(self) -> None:

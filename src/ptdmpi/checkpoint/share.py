@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Piece, State
 
-# A slice of up to this number of bytes is written by one rank; larger slices may be divided among
+# One rank writes a complete slice of up to this number of bytes. Larger slices may be divided among
 # ranks.
 WHOLE_BYTES = 1 << 16
 
@@ -47,9 +47,8 @@ def divide(
     for number, shape in enumerate(shapes):
         size = math.prod(shape) * element_bytes
         units = shape[0] if size > WHOLE_BYTES else 1
-        # -(-a // b) rounds up. For `at`, the begin or the end of this rank's section, the result is
-        # the index of the first row that begins at or after `at` (in a slice that is not cut, the
-        # slice itself counts as its only row)
+        # Compute the first rows that begin at or after the two ends of this rank's section. Here
+        # -(-a // b) divides and rounds up. A slice that is not cut counts as a single row.
         first, last = (min(units, max(0, -((offset - at) * units // size))) for at in (begin, end))
         if first < last:
             yield number, slice(0, shape[0]) if units == 1 else slice(first, last)

@@ -84,7 +84,8 @@ def _quantization(manifest: Manifest) -> str:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    """Print the summary of a checkpoint. Some entries are removed from `summary`."""
+    """Print the summary of a checkpoint. The entries with lines of their own (path, problem and
+    shapes) are removed from `summary`."""
     print(summary.pop("path"))
     problem = summary.pop("problem")
     if problem:

@@ -128,8 +128,8 @@ def check_parity(
 
     All ranks must call this function. `wire` is a value of the key comm.wire. Only rows of the
     parity table whose names contain `only` are compared. A row is red if a result differs by more
-    than is allowed, or if a mistake was found. Return True on every rank if no row is red. Raise
-    SharedInputError if no row has `only` in its name.
+    than is allowed, or if a perturbed token changes the wrong losses. Return True on every rank if
+    no row is red. Raise SharedInputError if no row has `only` in its name.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, probe, suite, table
@@ -139,9 +139,10 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "tuple[list[suite.Comparison], list[layouts.Case]]":
-        """Return the comparisons and the probes of the parity table whose names contain `only`. A
-        comparison or a probe is one row of the table; a probe lists the mistakes of one layout.
-        Raise InputError if no name contains `only`.
+        """Return the comparisons and the probes of the parity table whose names contain `only`.
+        Each of them is one row of the table. A comparison trains a model in several layouts and
+        compares the results. A probe perturbs single tokens in one layout. Raise InputError if no
+        name contains `only`.
         """
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]

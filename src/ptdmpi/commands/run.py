@@ -107,7 +107,7 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
 
 
 def _require_layout(tree: dict[str, Any], ranks: int) -> None:
-    """Raise InputError if the model cannot be trained on `ranks` ranks. This is checked before the
+    """Raise InputError if the model cannot be trained on `ranks` ranks. This check runs before the
     launcher is started. The message lists all mistakes in the configuration, as `ptdmpi train`
     does."""
     try:

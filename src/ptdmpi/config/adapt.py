@@ -26,11 +26,12 @@ ATTENTION_TARGETS = {
     "attention.out": ("attention.out", 0),
 }
 # Maps each adapter target in an MLP to two values: the linear layer that computes the target, and
-# the position of the target among the parts of this layer's output. Names of targets and of linear
-# layers are given without their beginning, which is the name of the MLP, for example "mlp".
+# the position of the target among the parts of this layer's output. The names in this table have no
+# prefix. The full name of a target or a linear layer begins with the name of the MLP, for example
+# "mlp.up".
 MLP_TARGETS = {"gate": ("up", 0), "up": ("up", 1), "down": ("down", 0)}
 MLP = "mlp"
-EXPERTS = "mlp.experts"  # the target that stands for all experts of a layer.
+EXPERTS = "mlp.experts"  # the MLP name that means all experts of a layer.
 # The targets of (IA)^3: keys, values, and the hidden activations of an MLP (Liu et al. 2022, arXiv
 # 2205.05638, section 3.3).
 IA3_TARGETS = ("attention.k", "attention.v", "mlp*.down")
@@ -95,14 +96,15 @@ class AdaptConfig(Section):
 def targets_of(
     adapt: AdaptConfig, gates: int, mlps: Sequence[str] = (MLP,)
 ) -> dict[str, tuple[str, int]]:
-    """Return the targets that get adapters, as a dict. It maps the name of each target to two
-    values: the name of the linear layer that computes the target, and the position of the target
-    among the parts of this layer's output. The result is empty if the model has no adapters.
+    """Return the targets that get adapters, as a dict. The dict maps the name of a target to two
+    values. The first value is the name of the linear layer that computes the target. The second
+    value is the position of the target among the parts of this layer's output. The result is empty
+    if the model has no adapters.
 
     `gates` is the number of parts in the output of an MLP's first linear layer
     (`ModelConfig.gates`), and `mlps` has the names of the MLPs of a layer (`ModelConfig.mlps`). A
-    target in `EXPERTS` means a linear layer of every expert of the layer; only LoRA can adapt such
-    a target.
+    target whose name begins with `EXPERTS` means a linear layer of every expert of the layer; only
+    LoRA can adapt such a target.
     """
     if not adapt.adapts:
         return {}

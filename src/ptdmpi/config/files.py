@@ -91,8 +91,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of a configuration with some values replaced. The new values are given by the
-    full names of their keys, such as "run.steps"; the value None removes a key.
+    """Return the tree of a configuration with some values replaced. `values` maps the full name of
+    a key, such as "run.steps", to its new value. The value None removes a key.
 
     Raise InputError for a name that does not have the form SECTION.KEY.
     """
@@ -115,7 +115,8 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
     """Return the complete configuration that `tree` describes, for `ranks` ranks including spare
     ranks. A node has `node_ranks` ranks. If `node_ranks` is None, all ranks are assumed to be on
-    one node. Raise one InputError, which has one line for each mistake.
+    one node. If the configuration has mistakes, raise one InputError, whose message has one line
+    for each mistake.
     """
     sections, mistakes, wrong = parsed(tree)
     for line in rules(sections, ranks):
@@ -218,9 +219,9 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
-    """Return the tree with `model.preset` replaced by the keys of the preset that it names. If the
-    preset is unknown, add a mistake to `mistakes`, and use the keys of another preset, so that keys
-    of the model are not reported as missing."""
+    """Return the tree with the keys of a preset in place of the key `model.preset`, which names the
+    preset. If the preset is unknown, add a mistake to `mistakes`, and use the keys of another
+    preset, so that keys of the model are not reported as missing."""
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
         return tree

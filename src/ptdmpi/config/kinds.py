@@ -1,6 +1,6 @@
-"""Kinds of models: the default values of the keys of [model] for each kind. Kinds of layers: all
-layers of one kind have the same operators, parameters and costs; only their attention windows may
-differ."""
+"""Kinds of models and kinds of layers. The kind of a model determines the default values of the
+keys of [model]. All layers of one kind have the same operators, parameters and costs; only their
+attention windows may differ."""
 
 import itertools
 from collections.abc import Iterable

@@ -38,14 +38,15 @@ class Dealing(NamedTuple):
 
     @property
     def near(self) -> int:
-        """Return the number of tensor ranks over which experts are distributed. Experts are
-        distributed over tensor ranks first."""
+        """Return the number of tensor ranks over which experts are distributed. Undivided experts
+        are distributed over tensor ranks first, and then over context and data ranks."""
         return math.gcd(self.ranks, self.tensor)
 
     @property
     def same(self) -> int:
-        """Return the number of tensor ranks that have the same undivided experts, and compute them
-        for different tokens; 1 if experts are divided."""
+        """Return the number of tensor ranks that have copies of the same undivided experts. Each of
+        these ranks computes the experts for other tokens. The result is 1 if experts are
+        divided."""
         return self.tensor // self.near
 
 
@@ -62,22 +63,22 @@ class Layout:
     layers (the P_a of Rajbhandari et al. 2020, section 6.1).
 
     `expert` (e) is the number of ranks over which the experts of each layer are distributed.
-    `expert_tensor` is the number of tensor ranks that divide the width of an expert; None means all
+    `expert_tensor` is the number of tensor ranks that divide the width of an expert. None means all
     t tensor ranks. Let c be the context-parallel size, and d the data-parallel size. If all t
     tensor ranks divide an expert, the e ranks are neighbours among the c d ranks that have the same
     layers, and there are c d / e copies of each expert. If `expert_tensor` is 1, experts are not
     divided, and the e ranks are neighbours among the t c d ranks that have the same layers.
 
-    `zero` is the stage of ZeRO, which shards state over the ranks that compute with the same
-    weights; there are `copies` such ranks. Stage 1 shards the optimizer's state, stage 2 also the
-    gradients, and stage 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
-    The `copies` ranks may form several groups of `shard_group` neighbouring ranks, and each group
-    then has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). If
-    `shard_group` is None, all `copies` ranks form one group. `offload` says where the optimizer's
-    state is stored: on the device ("none"), in the host's memory ("optimizer"; Ren et al. 2021,
-    arXiv 2101.06840), or in a file ("disk"). `first_layers` is the number of layers in the first
-    stage; None means that the planner chooses the number. `context_method` is the method by which
-    attention gets the keys and values of other ranks on the context axis.
+    `zero` is the stage of ZeRO. ZeRO shards state over the ranks that compute with the same
+    weights, and `copies` is the number of these ranks. Stage 1 shards the optimizer's state, stage
+    2 also the gradients, and stage 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054,
+    section 5). The `copies` ranks may form several groups of `shard_group` neighbouring ranks, and
+    each group then has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section
+    3.2.2). If `shard_group` is None, all `copies` ranks form one group. `offload` says where the
+    optimizer's state is stored: on the device ("none"), in the host's memory ("optimizer"; Ren et
+    al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers` is the number of layers in
+    the first stage; None means that the planner chooses the number. `context_method` is the method
+    by which attention gets the keys and values of other ranks on the context axis.
     """
 
     tensor: int
@@ -171,7 +172,7 @@ class Layout:
     @property
     def expert_tokens(self) -> int:
         """Return the number of context and data ranks over which experts are distributed."""
-        # the case of one rank comes first, because a search over layouts reads this result very
+        # test the most frequent case first, because a search over layouts reads this result very
         # often
         return 1 if self.expert == 1 else self.expert // self.dealing.near
 
@@ -194,8 +195,8 @@ class Layout:
         a step.
 
         Equal bits are possible only if experts are distributed over all context and data ranks, and
-        each data rank has one microbatch: all gradients of an expert are then sums over source
-        ranks only. In all other layouts an expert computes the tokens of all source ranks together.
+        each data rank has one microbatch. The gradient of an expert is then a sum over source ranks
+        only. In all other layouts an expert computes the tokens of all source ranks together.
         """
         every = 1 < self.expert == self.token_ranks
         return every and not self.dealing.whole and microbatches == 1
@@ -261,8 +262,8 @@ class Layout:
         return self.pipeline * self.virtual
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy of the layout in which `fields` have other values. This method takes a
-        tenth of the time of `dataclasses.replace`, which matters in a search over 10^5 layouts.
+        """Return a copy of the layout in which `fields` have other values. A search over 10^5
+        layouts calls this method, because `dataclasses.replace` takes ten times as long.
         """
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **fields)

@@ -19,8 +19,8 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 
-# The maximum number of forward ops of a step, over all stages; the number of backward ops is the
-# same. The ops of a step are listed in order before the run starts. Listing 250,000 forward ops
+# The maximum number of forward ops in a step, summed over all stages. A step has as many backward
+# ops. The ops of a step are listed in order before the run starts. Listing 250,000 forward ops
 # takes a second or two.
 MOST_FORWARDS = 250_000
 
@@ -54,9 +54,9 @@ def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
     the same weights, and each node has `near` of them.
 
     If all of these ranks are on one node, they are one group. Otherwise the size is the largest
-    legal size above 1 that divides `near`. If there is no such size (for example with 3 ranks on a
-    node and 8 data ranks), it is the largest legal size up to `near`, and some groups have ranks on
-    two nodes.
+    legal size above 1 that divides `near`. If there is no such size, for example with 3 ranks on a
+    node and 8 data ranks, the result is the largest legal size up to `near`. In this case some
+    groups have ranks on two nodes.
     """
     if context * data <= near:
         return context * data
@@ -193,9 +193,9 @@ def _own_tokens(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _chunks(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that a sequence can be divided into two chunks for each context rank, all of
-    the same length. With sequence parallelism the number of tensor ranks must also divide this
-    length.
+    """Return the rule that a sequence can be divided into two chunks of equal length for each
+    context rank. Two chunks balance the work of causal attention. With sequence parallelism the
+    number of tensor ranks must also divide this length.
     """
     unit = 2 * layout.context
     words = "2 * parallel.context"
@@ -247,8 +247,8 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule for the context method "ulysses": the context-parallel size divides the
-    number of query heads on a tensor rank."""
+    """Return the rule that with the context method "ulysses" each context rank gets equally many
+    query heads: the context-parallel size divides the number of heads on a tensor rank."""
     heads = model.heads // layout.tensor
 
     def text() -> str:

@@ -47,7 +47,8 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000  # every expert is a module, too.
 MOST_MODULES = 4  # Modules for multi-token prediction; each has a loss of its own.
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1.
-# activation functions of gated MLPs: one half of the first linear layer's output gates the other
+# Activation functions of gated MLPs. In a gated MLP, one half of the first linear layer's output is
+# multiplied by the activation of the other half.
 GATED = ("swiglu", "geglu")
 
 Number = Annotated[float, Field(gt=0)]
@@ -204,8 +205,8 @@ class ModelConfig(Section):
     @property
     def mtp_modules(self) -> int:
         """Return the number of modules for multi-token prediction (DeepSeek-AI 2024, V3: arXiv
-        2412.19437, section 2.2). The result is `mtp_depth`, or 0 if only adapters are trained, or
-        if the model has a head for a task: then the modules are not part of the model."""
+        2412.19437, section 2.2). The result is `mtp_depth`. It is 0 if only adapters are trained,
+        or if the model has a head for a task, because the model then has no such modules."""
         return 0 if self.adapt.adapts or self.classifies else self.mtp_depth
 
     @property
@@ -217,8 +218,8 @@ class ModelConfig(Section):
     @property
     def routing_layers(self) -> tuple[int, ...]:
         """Return the numbers of the layers that have experts (`mixing_layers`), and the numbers of
-        the modules for multi-token prediction whose layer has experts. Modules are counted from
-        `layers` on."""
+        the modules for multi-token prediction whose layer has experts. The numbers of the modules
+        follow the numbers of the layers: module k has the number `layers` + k."""
         modules = range(self.layers, self.layers + self.mtp_modules)
         return (*self.mixing_layers, *(modules if self.mixes(self.layers - 1) else ()))
 
@@ -310,8 +311,8 @@ class ModelConfig(Section):
 
     @property
     def values_width(self) -> int:
-        """Return the number of heads times the size of a head's values: the number of inputs of the
-        linear layer after attention."""
+        """Return the number of inputs of the linear layer after attention: the number of heads
+        times the size of a head's values."""
         return self.heads * self.value_size
 
     @property
@@ -346,7 +347,7 @@ class ModelConfig(Section):
 
     @property
     def head_bias(self) -> bool:
-        """Return True if a masked model's heads have biases."""
+        """Return True if the heads of a masked model (see `masked`) have biases."""
         return self.bias is True
 
     @property
@@ -412,9 +413,9 @@ class ModelConfig(Section):
 
     @property
     def router_losses(self) -> tuple[str, ...]:
-        """Return the names of the auxiliary losses of the routers of experts; empty if the model
-        has no such losses. Each loss is summed over the layers. With adapters the routers are
-        frozen, and have no losses.
+        """Return the names of the auxiliary losses of the experts' routers. The result is empty if
+        the model has no such losses. Each loss is summed over the layers. With adapters the routers
+        are frozen, and have no losses.
         """
         if self.adapt.adapts:
             return ()

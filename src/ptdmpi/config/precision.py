@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 PrecisionName = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
-# Which numbers share one scale in the precision fp8: the numbers of a block ("block"), or of a
-# whole tensor ("delayed"). With "delayed" the scale is chosen before the step.
+# The groups of numbers that share one scale in the precision fp8: the numbers of a block ("block"),
+# or of a whole tensor ("delayed"). With "delayed", the scale is chosen before the step, from the
+# values of earlier steps.
 ScalingName = Literal["block", "delayed"]
 Scaling = Literal["none", "block", "delayed"]  # "none": the precision needs no scales.
 # The number of neighbouring numbers that share a scale. In a weight, the numbers of a block of
@@ -30,7 +31,8 @@ SCALED_BLOCK = 128
 
 
 class NumberType(NamedTuple):
-    """A type of numbers: the name of the type in torch, and the number of bytes of one number."""
+    """A type of numbers. `name` is torch's name of the type, and `bytes` is the size of one number
+    in bytes."""
 
     name: str
     bytes: int
@@ -54,8 +56,8 @@ class Recipe:
     are added. `gradients` is the type of the gradient of an output; None means that this type is
     `operands`. If `scaled` is True, groups of numbers of a matrix are multiplied by factors that
     bring them into the range of the type; `Scaling` says which numbers form a group. With `scaled`,
-    only these linear layers use the types; all other matrix products have the type of the
-    activations.
+    only the linear layers inside the transformer layers use these types. All other matrix products
+    have the type of the activations.
     """
 
     operands: NumberType

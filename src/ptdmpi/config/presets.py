@@ -23,9 +23,9 @@ WARMUP_SHARE = 10
 SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 # The weight of the model family in the distance between two names. Names of completely different
-# families have the distance 3; sizes that differ by a factor of e = 2.718 have the distance 1.
+# families have the distance 3. Sizes that differ by a factor of e = 2.718 have the distance 1.
 FAMILY_WEIGHT = 3.0
-UNKNOWN_SIZE = math.log(10)  # distance of a preset without a size from any size
+UNKNOWN_SIZE = math.log(10)  # distance between a preset whose name has no size and any size
 
 
 @cache

@@ -78,7 +78,8 @@ class RunConfig(Section):
 
     @property
     def profiled(self) -> range:
-        """Return the steps that are profiled; the first step is 1. The result may be empty."""
+        """Return the steps that are profiled, counted from 1. The result is empty if no step is
+        profiled."""
         first, _, last = self.profile_steps.partition(":")
         if not first:
             return range(0)
@@ -192,11 +193,11 @@ class OptimizerConfig(Section):
     """The section [optimizer]: the optimizer, the warm-up and decay of its learning rate, and
     gradient clipping. The optimizers are AdamW (Loshchilov and Hutter 2019), Lion (Chen et al.
     2023), SGD with momentum, and Muon for the layers' matrices with AdamW for all other parameters
-    (Jordan et al. 2024). With `decay = "wsd"` the learning rate falls in the last `decay_steps`
-    steps of a run; a `decay_steps` below 1 is a fraction of all steps. `muon_scale` says how Muon
-    scales an orthogonal update; its values are named as in torch.optim.Muon. If `ema_decay` is
-    above 0, the run keeps a moving average of the weights. `kind = "own"` selects the optimizer
-    that `own` names.
+    (Jordan et al. 2024). With `decay = "wsd"` (warm-up, stable, decay) the learning rate falls in
+    the last `decay_steps` steps of a run. A `decay_steps` below 1 is a fraction of all steps.
+    `muon_scale` says how Muon scales an orthogonal update; its values are named as in
+    torch.optim.Muon. If `ema_decay` is above 0, the run keeps a moving average of the weights.
+    `kind = "own"` selects the optimizer that `own` names.
     """
 
     kind: Reported[Literal["adamw", "sgd", "lion", "muon", "own"]] = "adamw"
@@ -221,7 +222,7 @@ class OptimizerConfig(Section):
     def moments(self) -> tuple[str, ...]:
         """Return the kinds of state that the optimizer keeps for a parameter, with the names that
         torch uses. If the run keeps a moving average of the weights, the last kind is this moving
-        average. Muon keeps only the first kind for the layers' matrices; for all other parameters
+        average. For the layers' matrices, Muon keeps only the first kind. For all other parameters,
         Muon keeps the same kinds as AdamW.
         """
         kept = self._moments_of_kind()
@@ -259,8 +260,8 @@ class OptimizerConfig(Section):
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
-        """Return how many of the last steps of a run have a learning rate that `decay = "wsd"`
-        reduces; at least one. The run has `steps` steps.
+        """Return the number of steps at the end of a run in which `decay = "wsd"` reduces the
+        learning rate; at least one. The run has `steps` steps.
         """
         if isinstance(self.decay_steps, int):
             return self.decay_steps
@@ -269,8 +270,8 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_kind(cls, values: Any) -> Any:
-        # the default of Lion's paper (Chen et al. 2023, arXiv 2302.06675, section 3.2); the general
-        # default 0.95 is meant for AdamW
+        # The default of Lion's paper (Chen et al. 2023, arXiv 2302.06675, section 3.2). The general
+        # default 0.95 is meant for AdamW.
         if isinstance(values, Mapping) and values.get("kind") == "lion":
             return {"beta2": LION_BETA2, **values}
         # the default values of torch.optim.Muon, which Jordan et al. 2024 also use
@@ -332,7 +333,7 @@ class DataConfig(Section):
 class TaskConfig(Section):
     """The section [task]: the task for which a head is trained. With a task, `data.train` and
     `data.valid` are files of JSON lines. Each line is a text with one of the `labels`, or a
-    question with `choices` candidate answers; each candidate becomes one sequence. The section also
+    question with `choices` candidate answers. Each candidate becomes one sequence. The section also
     determines the model's head (`Config.with_head`).
     """
 
@@ -381,9 +382,9 @@ class DistillationConfig(Section):
 
 class CheckpointConfig(Section):
     """The section [checkpoint]. A run saves at its end, every `every_steps` steps and every
-    `every_minutes` minutes; a value of 0 switches the interval off. The run keeps the newest `keep`
-    checkpoints (0: all), the checkpoints at multiples of `keep_every` steps, and the `keep_best`
-    checkpoints with the lowest validation losses (true means 1).
+    `every_minutes` minutes. The value 0 switches one of these intervals off. The run keeps the
+    newest `keep` checkpoints (0: all), the checkpoints at multiples of `keep_every` steps, and the
+    `keep_best` checkpoints with the lowest validation losses (true means 1).
     """
 
     every_steps: Free[NonNegative] = 0
@@ -399,11 +400,11 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     """The section [log]. A run with validation data validates every `validate_every_steps` steps
-    and at its end; with 0, the run validates only at its end. `tasks` are files of questions, as
-    for `ptdmpi evaluate --tasks`; with `tasks_every_steps = 0` the questions are evaluated only at
-    the end. `tensorboard`, `wandb` (true means offline) and `mlflow` need the extras of the same
-    names. `notify` are the receivers of messages about the run: "env:NAME" for the web address in
-    the environment variable NAME, or "mailto:ADDRESS".
+    and at its end. With `validate_every_steps = 0`, the run validates only at its end. `tasks` are
+    files of questions, as for `ptdmpi evaluate --tasks`. With `tasks_every_steps = 0`, the
+    questions are evaluated only at the end. `tensorboard`, `wandb` (true means offline) and
+    `mlflow` need the extras of the same names. `notify` are the receivers of messages about the
+    run: "env:NAME" for the web address in the environment variable NAME, or "mailto:ADDRESS".
     """
 
     every_steps: Free[Positive] = 1

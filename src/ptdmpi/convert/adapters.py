@@ -47,9 +47,9 @@ Tensors = Mapping[str, Tensor]
 @dataclass(frozen=True)
 class AdapterPlace:
     """The position of one adapter in the model. A linear layer may compute several outputs, for
-    example queries, keys and values; the adapter changes output number `output` of the linear layer
-    `linear`. `rows` are the rows of the layer's weight that compute this output. If `by_rows` is
-    True, tensor ranks divide the inputs of the linear layer, and one adapter changes all its
+    example queries, keys and values. The adapter changes output number `output` of the linear layer
+    `linear`, and `rows` are the rows of the layer's weight that compute this output. If `by_rows`
+    is True, tensor ranks divide the inputs of the linear layer, and one adapter changes all its
     outputs."""
 
     linear: str
@@ -101,8 +101,8 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 
 def _linears(model: ModelConfig, name: str) -> list[str]:
     """Return the names of the linears that an adapter target changes in a layer. If `name` is a
-    linear of the experts, without the number of an expert, return the name of this linear in every
-    expert; otherwise return only `name`.
+    linear of the experts, without the number of an expert, return the names of this linear in all
+    experts. Otherwise return only `name`.
     """
     if not name.startswith(f"{EXPERTS}."):
         return [name]
@@ -169,8 +169,8 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
     template of the adapter. If the adapter has no template, the merged model gets the template of
     the base model. `kind` selects the stored values of the adapter that are merged: the trained
     weights, or the moving average of the weights. Return the size of the weights in bytes, and a
-    note about missing files. Raise InputError if an input is missing or damaged; then `target` is
-    not written.
+    note for the user if the adapter's chat template is not found ("" otherwise). Raise InputError
+    if an input is missing or damaged; then `target` is not written.
     """
     stored = open_model(base)
     loaded = load_adapter(adapter, kind)
@@ -411,8 +411,9 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
 
 
 def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """Return the file with the chat template of the conversations on which the adapter was trained;
-    None if the adapter has no template. Also return a note if the template is not found."""
+    """Return the file with the chat template of the conversations on which the adapter was trained,
+    and "". If the adapter has no template, return None in place of the file. If the template cannot
+    be found, return None and a note that gives the reason."""
     # this module imports h5py, which is needed only for adapters that have shards
     from ptdmpi.inference.tokenizer import template_file
 
@@ -423,9 +424,9 @@ def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
 
 
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """Return the file with the chat template for the merged model: the template of the adapter, or
-    else the template of the base model, or else None. Also return a note if the adapter's template
-    is not found."""
+    """Return the file with the chat template for the merged model, and a note if the adapter's
+    template cannot be found. The file is the adapter's template if there is one, and otherwise the
+    template of the base model. It is None if neither has a template."""
     template, note = own_template(adapter)
     own = stored.path / TEMPLATE
     if template is None and own.is_file():
@@ -434,8 +435,8 @@ def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None,
 
 
 def _tokenizer_of(stored: StoredModel) -> str:
-    """Return the name of the base model's tokenizer for the section [task]; "" if the tokenizer is
-    in the model's own directory, or is unknown."""
+    """Return the name of the base model's tokenizer for the section [task]. Return "" if the
+    tokenizer is in the model's own directory, or is unknown."""
     # this module imports h5py, which is needed only for models that have shards
     from ptdmpi.inference.text import name_of
 

@@ -39,7 +39,7 @@ class Decoder:
     not write default values. `keys` is a function that makes further keys of [model] from a
     config.json. `config` is a function that makes further keys of config.json from [model].
     `required` has the values that [model] must have in addition to the values that all families
-    require; None removes a requirement.
+    require. The value None removes a requirement.
     """
 
     model_type: str
@@ -235,7 +235,7 @@ def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
         "final_logit_softcapping": model.logit_softcap or None,
         "sliding_window": model.sliding_window or None,
         "layer_types": layer_types(model),
-        "pad_token_id": None,  # `transformers` gives the embedding of a padding token no gradient
+        "pad_token_id": None,  # `transformers` would give the embedding of this token no gradient
     }
 
 

@@ -29,7 +29,7 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    # an illegal hidden size is reported by a later check, so any value may be returned for it here
+    # a later check reports an illegal hidden size, so here any MLP width may be returned for it
     ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",

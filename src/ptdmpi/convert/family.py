@@ -49,19 +49,19 @@ class Family:
     expert. `prefix` is the beginning of the parameter names of the base model. The parameter names
     of heads do not have the prefix, and neither do the names in a file that contains only the base
     model. `transposed` is True if the weights of linear layers in `transformers` are [inputs,
-    outputs]. `buffers` is a pattern for the names of tensors that are not parameters in ptdmpi;
-    these tensors are stored for the conversion back. `keys` is a function that makes the keys of
-    [model] from a config.json. `config` is a function that makes a config.json from [model] and the
-    size of the vocabulary. In files of a model with a tied head, two tensors may have the same
-    values; `again` maps the repeating tensor to the tensor that it repeats. If the head is not tied
-    and the two tensors differ, only the repeating tensor is used. `told_by` is for keys of [model]
-    that no config.json has: it maps each such key to the tensor that exists if the key is true.
-    `renamed` maps the ends of names in old files to the ends in newer files. `parameters` maps the
-    last part of a parameter's name to another last part in `transformers`. `copies` maps each
-    tensor that the files repeat in every module for multi-token prediction to the tensor of the
-    model with the same values; it is empty if the files have no modules. `tasks` maps a kind of
-    task to the class in `transformers` that has a head for the task, and to the linear layer of
-    that head.
+    outputs]. `buffers` is a pattern for the names of tensors that are not parameters in ptdmpi.
+    These tensors are stored unchanged, because the conversion back to `transformers` needs them.
+    `keys` is a function that makes the keys of [model] from a config.json. `config` is a function
+    that makes a config.json from [model] and the size of the vocabulary. Files may contain the same
+    values in two tensors, for example in a tied head and the embedding. `again` maps the repeating
+    tensor to the tensor that it repeats. If the head is not tied and the two tensors differ, only
+    the repeating tensor is used. `told_by` is for keys of [model] that no config.json has: it maps
+    each such key to the tensor that exists if the key is true. `renamed` maps the ends of names in
+    old files to the ends in newer files. `parameters` maps the last part of a parameter's name to
+    another last part in `transformers`. `copies` is for tensors that the files repeat in every
+    module for multi-token prediction. It maps each of these tensors to the tensor of the model with
+    the same values. It is empty if the files have no such modules. `tasks` maps a kind of task to
+    the class in `transformers` that has a head for the task, and to the linear layer of that head.
     """
 
     model_type: str
@@ -225,8 +225,8 @@ def counterparts(
 
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return a table of tensors that the files contain twice. It maps each repeating tensor to the
-    tensor that it repeats. Names have no prefix."""
+    """Return a table of tensors that the files contain twice. The table maps each repeating tensor
+    to the tensor that it repeats. Names have no prefix."""
     tied = dict(family.again)
     if model.tie_embeddings:
         (word,) = family.modules[TIED_NAME.removesuffix(".weight")]
@@ -237,8 +237,8 @@ def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
 
 def copies_of(family: Family, model: ModelConfig) -> dict[str, str]:
     """Return a table of the tensors that the files repeat in every module for multi-token
-    prediction. It maps each copy to the tensor of the model that it repeats. Names have no prefix.
-    A copy of a tied head repeats the table of the embedding."""
+    prediction. The table maps each copy to the tensor of the model that it repeats. Names have no
+    prefix. A copy of a tied head repeats the table of the embedding."""
     tied = tied_to(family, model)
     return {
         copy.replace("{i}", str(model.layers + number)): tied.get(original, original)

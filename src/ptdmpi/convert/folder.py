@@ -49,8 +49,8 @@ class Converted:
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Yield a directory to write into. At the end of the `with` block the directory is renamed to
-    `target`; after an exception it is removed. Raise InputError if `target` exists (unless it is an
-    empty directory), or cannot be written."""
+    `target`. If the block raises an exception, the directory is removed. Raise InputError if
+    `target` exists (unless it is an empty directory), or cannot be written."""
     try:
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise InputError(f"{target} exists already: name another directory, or remove it")

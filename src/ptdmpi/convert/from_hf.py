@@ -53,9 +53,9 @@ _OBJECTS = {
 
 def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
     """Convert the model directory `source` to a directory `target`. If the model was downloaded
-    from the hub, `hub_name` is the name of the model on the hub; the directory `target` stores this
-    name. Raise InputError if the model is not supported or damaged, and CheckFailed if the
-    self-check (`compare`) fails. After an error `target` is not written."""
+    from the hub, `hub_name` is its name there, and the directory `target` stores this name. Raise
+    InputError if the model is not supported or damaged, and CheckFailed if the self-check
+    (`compare`) fails. After an error `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
     task = task_in(config)
     family = with_task(family_of(config), task)
@@ -98,10 +98,10 @@ def from_hf(source: Path, target: Path, hub_name: str = "") -> Converted:
 def _config(
     keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str
 ) -> tuple[Config, str]:
-    """Return a configuration with the given `keys` of [model], and a note for the user. Some
-    further keys are True if the files contain a certain tensor (`Family.told_by`); these keys are
-    set, too, and `mtp_depth` is 0 if the files have no modules for multi-token prediction. Raise
-    InputError, with the `name` of config.json, for illegal keys."""
+    """Return a configuration with the given `keys` of [model], and a note for the user. Two further
+    settings depend on the tensors in the files. A key of `Family.told_by` is True if the files
+    contain its tensor. `mtp_depth` is 0 if the files have no modules for multi-token prediction.
+    Raise InputError, with the `name` of config.json, for illegal keys."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
@@ -109,8 +109,8 @@ def _config(
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    # a number of layers above the number of tensors is a typo; report it before so many layers are
-    # declared
+    # More layers than tensors are surely a typo. Report it now, because declaring so many layers
+    # would take long.
     if layers > len(bases):
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     depth, note = depth_of(family, config.model, bases, name)
@@ -130,10 +130,11 @@ def _require_whole(source: Path) -> None:
 
 
 def _settled(plan: Plan, family: Family, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Compare each repeating tensor (a tied head) with the tensor that it should repeat, and return
-    the changed plan. If the values differ, the repeating tensor becomes the parameter, and the
-    other tensor is unused. Raise InputError if the values differ in a model whose embeddings are
-    tied, or if the repeating tensor is a copy in a module for multi-token prediction."""
+    """Compare each repeating tensor (such as a tied head) with the tensor that it should repeat,
+    and return the changed plan. If the values differ, the repeating tensor becomes the parameter,
+    and the other tensor is unused. Raise InputError if the values differ in a model whose
+    embeddings are tied, or if the repeating tensor is a copy in a module for multi-token
+    prediction."""
     copies = copies_of(family, model)
     for head, word in plan.again.items():
         if _equal(theirs, head, word):

@@ -74,8 +74,9 @@ def made_up(count: int) -> list[str]:
 
 
 def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return a table of the weights of a model's task head. It maps ptdmpi's name of each weight to
-    the full name in the files of `transformers`. `family` must be a result of `with_task`."""
+    """Return a table of the weights of a model's task head. The table maps ptdmpi's name of each
+    weight to the full name in the files of `transformers`. `family` must be a result of
+    `with_task`."""
     names = {}
     for name in task_head(model):
         module, _, kind = name.rpartition(".")
@@ -139,8 +140,8 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 
 def lost(task: TaskConfig) -> str:
-    """Return a note for the user if config.json cannot store a key of [task]; "" if config.json
-    stores all of [task]."""
+    """Return a note for the user if config.json cannot store a key of [task]. Return "" if
+    config.json stores all of [task]."""
     if not task.choices:
         return ""
     return f"config.json cannot store task.choices = {task.choices}"

@@ -103,8 +103,8 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
         logits = _capped(logits, config.get("final_logit_softcapping", 30.0))
     predicted = [logits]
     for i in range(layers, layers + question.ahead):
-        # position j has the embedding of token j + 1 (module 0), j + 2 (module 1), ...; token 0
-        # after the end
+        # At position j, module k (from 0) gets the embedding of token j + k + 1. After the end of
+        # the prompt, it gets the embedding of token id 0.
         shift = i - layers + 1
         ids = torch.nn.functional.pad(question.ids[:, shift:], (0, shift))
         embedded = get(f"layers.{i}.embed_tokens.weight")[ids]
@@ -352,8 +352,8 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
     half = real.shape[-1]
-    # the table is float32, as in `transformers` and ptdmpi: a more precise table would have other
-    # angles
+    # the table is float32, as in `transformers` and ptdmpi, because a more precise table would have
+    # slightly different angles
     frequencies = 1.0 / theta ** (torch.arange(half) / half)
     scaling = config.get("rope_scaling") or rope
     kind, length = scaling.get("rope_type", scaling.get("type")), 1.0

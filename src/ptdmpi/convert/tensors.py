@@ -80,8 +80,8 @@ class WeightFiles:
             )
 
     def _index(self) -> dict[str, str]:
-        """Return the file name of each tensor, by the tensor's name; empty if the model has a
-        single file."""
+        """Return a table that maps each tensor's name to the name of its file. The table is empty
+        if the model has a single file."""
         path = self.directory / INDEX
         if (self.directory / SINGLE).is_file():
             return {}

@@ -55,9 +55,10 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 @dataclass(frozen=True)
 class Contents:
     """The contents of the directory to write. `config` is the content of config.json. `headers` has
-    the header of each weight file, by name. All other files of the directory `kept` are copied.
-    `others` has further files: name -> content. `note` is for the user: it says which files are
-    missing, or differ from the files in `kept`."""
+    the header of each weight file, by name. `kept` is the folder in which `from_hf` has stored the
+    other files of the original model, which are copied; None if the model was not converted from
+    Hugging Face. `others` has further files: name -> content. `note` is for the user: it says which
+    files are missing, or differ from the files in `kept`."""
 
     family: Family
     config: dict[str, Any]
@@ -88,8 +89,8 @@ def to_hf(
     if `from_hf` wrote that directory. If there is no directory `like`, the files of the model are
     made from [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters;
     None keeps the types. If `quantized` is True, the quantized weights of the checkpoint stay
-    quantized (`packed.py`); if it is False, they are dequantized. `kind` selects the stored values
-    that become the weights: the trained weights, or the moving average of the weights.
+    quantized (`packed.py`). Otherwise they are dequantized. `kind` selects the stored values that
+    become the weights: the trained weights, or the moving average of the weights.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
@@ -132,8 +133,8 @@ def to_hf(
 
 
 def _contents(stored: StoredModel, like: Path | None) -> tuple[Contents, dict[str, Declaration]]:
-    """Return the contents of the target directory, and the parameters of the trained model that it
-    gets. For `like` and errors see `to_hf`."""
+    """Return the contents of the target directory, and the parameters of the trained model that are
+    written to it. For `like` and errors see `to_hf`."""
     kept = _kept(stored, like)
     original = _contents_of(kept) if kept else None
     modules = _modules(original, stored.config().model)
@@ -147,8 +148,9 @@ def _contents(stored: StoredModel, like: Path | None) -> tuple[Contents, dict[st
 
 
 def _modules(original: Contents | None, model: ModelConfig) -> int:
-    """Return the number of modules for multi-token prediction that the target directory gets: those
-    of the trained model that the files of its family, or the files of the original model, have."""
+    """Return how many modules for multi-token prediction the target directory gets: as many as the
+    trained model has, but at most as many as the original files have, if there are original files.
+    The number is 0 if files of the family have no such modules."""
     family = family_for(model) if original is None else original.family
     if original is None or not family.copies:
         return model.mtp_modules if family.copies else 0
@@ -238,10 +240,10 @@ def _contents_of(kept: Path) -> Contents:
 def _kept_contents(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
-    """Return the contents of the target directory for a model that was converted from Hugging Face:
-    the `contents` of the original model, with the heads of the trained model `stored` and its
-    changed keys. Raise InputError if the original model has a head for a task but the trained model
-    predicts tokens."""
+    """Return the contents of the target directory for a model that was converted from Hugging Face.
+    The result is the `contents` of the original model, with the heads of the trained model
+    `stored`, and with the keys of config.json that training has changed. Raise InputError if the
+    original model has a head for a task but the trained model predicts tokens."""
     kept = contents.kept
     assert kept is not None, "the files of an original model are in a directory"
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
@@ -259,7 +261,7 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
     `family` is the family of the unchanged config.json."""
     now = stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
-    # keys that the tensors of the original model decide, not its config.json
+    # the values of these keys come from the tensors of the original model, not from its config.json
     decided = {key: getattr(now, key) for key in (*family.told_by, "mtp_depth")}
     before = config_of({**keys, **decided}).model
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}

@@ -76,7 +76,7 @@ def template_of(stored: StoredModel, kept: Path | None) -> ExtraFiles:
     """Return the file with the chat template of the conversations that the model was trained on.
 
     `transformers` prefers this file to the template in `kept`. The result has no file if the model
-    was not trained on conversations, or if the template in `kept` is the same.
+    was not trained on conversations, or if `kept` already has the same template.
     """
     try:
         file = template_file(stored)

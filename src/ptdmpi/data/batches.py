@@ -16,16 +16,17 @@ from ptdmpi.data.shards import Dataset, gather
 # The number of samples whose positions are computed by one call of numpy. The number is large
 # enough to make the overhead of the call negligible.
 _WINDOW_SAMPLES = 1 << 14
-# If steps have few samples, the samples of several steps are read together, at most this number.
+# If steps have few samples, the samples of several steps are read together, but at most this number
+# of samples.
 _BLOCK_SAMPLES = 64
 
 
 class MicrobatchRows(NamedTuple):
     """A microbatch as it is read from shards: b rows of s tokens, in arrays on the host.
 
-    `ptdmpi.inference.tensors` converts these rows to a `Microbatch`, which a model uses; the fields
-    of both have the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array.
-    Neither view is contiguous, so use numpy's `reshape`, not `view`. The samples of a masked
+    `ptdmpi.inference.tensors` converts these rows to a `Microbatch`, which a model uses. The fields
+    of both classes have the same names. `inputs` and `labels` are two views of one int64 [b, s + 1]
+    array. Neither view is contiguous, so use numpy's `reshape`, not `view`. The samples of a masked
     language model (`ptdmpi.data.masked`) have k labels each, at the positions `masked`: `labels`
     and `weights` are then [b, k].
     """
@@ -35,8 +36,8 @@ class MicrobatchRows(NamedTuple):
     # float32 [b, s]: the weight of each label in the loss, 0 or 1 (in the user's own datasets any
     # finite number); None: all weights are 1
     weights: np.ndarray | None
-    # int64 [b]: the numbers of the samples: in training global sample numbers, in validation the
-    # numbers of the samples in their dataset
+    # int64 [b]: in training, the global numbers of the samples; in validation, the numbers of the
+    # samples in their dataset
     samples: np.ndarray
     # int64 [b, s]: the number of each token's document; None: one document per row
     documents: np.ndarray | None = None

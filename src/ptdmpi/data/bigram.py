@@ -19,8 +19,8 @@ class Bigram:
         P(w | v) = max(c(v,w) - D, 0) / c(v) + D T(v) / c(v) P(w),   D = n1 / (n1 + 2 n2)
 
     In this formula c(v) and c(v,w) are the counts of the token v and of the pair (v,w). T(v) is the
-    number of distinct followers of v, n1 and n2 are the numbers of pairs seen once and twice, and
-    P(w) is the unigram estimate with one added to each count.
+    number of distinct followers of v. n1 and n2 are the numbers of pairs seen once and twice. P(w)
+    is the unigram estimate with one added to each count.
     """
 
     def __init__(self, datasets: Iterable[Dataset]) -> None:
@@ -64,9 +64,9 @@ class Bigram:
 
 
 def _count(tokens: np.ndarray, size: int, pairs: np.ndarray, single: np.ndarray) -> None:
-    """Add the counts of `tokens` (int [n], each below `size`) to `single` (int64 [size]) and to
-    `pairs` (int64 [size * size]; the index of a pair is its first token times `size` plus its
-    second token)."""
+    """Count `tokens` (int [n], each below `size`). Add the count of each token to `single` (int64
+    [size]), and the count of each pair of neighbours to `pairs` (int64 [size * size]). The index of
+    a pair is its first token times `size` plus its second token."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = tokens[start : start + CHUNK_TOKENS + 1].astype(np.int64)
         single += np.bincount(chunk[:CHUNK_TOKENS], minlength=size)

@@ -28,8 +28,8 @@ PLAIN = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 # Three Unicode noncharacters, which no text contains. BEGIN and END enclose the text of each {%
-# generation %} block. ASKED takes the place of an answer's text, to find out what a template writes
-# around an answer.
+# generation %} block. To find out what a template writes before and after an answer, a conversation
+# is rendered with ASKED in place of the answer.
 BEGIN = "\ufdd0"
 END = "\ufdd1"
 ASKED = "\ufdd2"
@@ -79,8 +79,8 @@ class ChatTemplate:
         """Return the text of a conversation. If `ask` is True, the text ends with the prompt for an
         answer.
 
-        Raise InputError if the template cannot be compiled or refuses the conversation; the message
-        then contains the text of the template's own error.
+        Raise InputError if the template cannot be compiled, or refuses the conversation. In the
+        second case, the message contains the text of the template's own error.
         """
         return self._marked(messages, ask).replace(BEGIN, "").replace(END, "")
 
@@ -111,7 +111,8 @@ class ChatTemplate:
     @property
     def lead(self) -> str:
         """Return the spaces that the template writes between the prompt for an answer and the
-        answer; empty if the template writes other text there. Raise the same errors as `render`."""
+        answer. The result is empty if the template writes other text there. Raise the same errors
+        as `render`."""
         lead = self._around.before
         return "" if lead.strip(" ") else lead
 
@@ -127,9 +128,10 @@ class ChatTemplate:
         """Return the text of a conversation, and the positions of the answers in this text.
 
         Answers are the texts of the template's {% generation %} blocks. If the template has no such
-        blocks, an answer is the part of an assistant's turn that follows the prompt for the answer,
-        without the white space at the end of the turn. The spaces before an answer belong to the
-        answer, because tokenizers put these spaces into the token of the next word.
+        blocks, an answer is the rest of an assistant's turn after the prompt for the answer. The
+        white space at the end of the turn does not belong to the answer. The spaces before an
+        answer belong to the answer, because tokenizers put these spaces into the token of the next
+        word.
 
         Raise the same errors as `render`. Also raise InputError if a template without such blocks
         changes the text of earlier turns when a later turn is added.

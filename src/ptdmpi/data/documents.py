@@ -1,4 +1,4 @@
-"""Data that are added to microbatches in addition to the tokens: the number of each token's
+"""Information that microbatches have in addition to the tokens: the number of each token's
 document, and the weight of each label."""
 
 from collections.abc import Callable, Sequence

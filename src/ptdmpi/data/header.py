@@ -7,8 +7,8 @@ is contiguous, and has uint64 offsets into `tokens`: the first is 0, and the las
 tokens. A shard of format 2 also has a dataset `weights` (uint8, one per token: 1 if the token
 counts as a label, 0 if it is only an input). The attribute `row_length` of a shard of format 2 is
 the length of the rows into which its documents were packed. Format 3 is format 2 with pairs of
-answers: in each row, document 2 i ends with a preferred answer, and document 2 i + 1 with another
-answer to the same prompt. If a row has an odd number of documents, the last one is padding.
+answers. In each row, document 2 i ends with a preferred answer, and document 2 i + 1 ends with
+another answer to the same prompt. If a row has an odd number of documents, the last one is padding.
 `blocks.py` describes the dataset `token_blocks`.
 """
 
@@ -93,7 +93,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def _attributes(file: h5py.File) -> dict[str, Any]:
     """Return the attributes of a shard. Raise ValueError if an attribute is missing or illegal."""
     values: dict[str, Any] = {}
-    # keep the object, because h5py makes a new one at each access of `attrs`
+    # keep this object, because h5py makes a new object at each access of `attrs`
     attributes = file.attrs
     weighted = "weights" in file
     kinds = _ATTRIBUTES
@@ -103,8 +103,8 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
         if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
         stored = attributes.get_id(name)
-        # check the type of the attribute before its value is read: HDF5 2.0 crashes on a text whose
-        # type is damaged
+        # check the type of the attribute before its value is read, because HDF5 2.0 crashes on a
+        # text whose type is damaged
         if stored.shape != () or not isinstance(stored.get_type(), kind.stored):
             raise ValueError(f"attribute {name!r} is not {kind.name}")
         value = attributes[name]
@@ -205,9 +205,9 @@ def read_header(path: str | Path) -> ShardHeader:
     """Open a shard, validate its metadata, close it and return its header. The time of the call
     does not depend on the number of tokens in the shard.
 
-    Raise an InputError that names the file, the mistake and the legal values. The mistakes are: the
-    file does not exist, is not HDF5, or is truncated; datasets or attributes are missing or have a
-    wrong type, layout or version; offsets are impossible.
+    Raise InputError, with a message that names the file, the mistake and the legal values, in these
+    cases. The file does not exist, is not HDF5 or is truncated. A dataset or an attribute is
+    missing, or has a wrong type, layout or version. The document offsets are impossible.
     """
     path = Path(path)
     if not path.exists():
@@ -325,13 +325,13 @@ def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
 
 
 def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
-    """Return the headers that SUMMARY lists, by the names of the shards' files; empty if there is
-    no SUMMARY.
+    """Return the headers that SUMMARY lists, by the names of the shards' files. The result is empty
+    if there is no SUMMARY.
 
     With SUMMARY, a program reads one file at its start, however many shards there are, and opens a
     shard only when it first reads the shard (`confirmed`). A header is None if SUMMARY lists only
-    the name of the shard; older versions of ptdmpi wrote such files. Raise InputError if SUMMARY
-    cannot be read or is damaged.
+    the name of the shard, as in files that older versions of ptdmpi wrote. Raise InputError if
+    SUMMARY cannot be read or is damaged.
     """
     path = directory / SUMMARY
     try:

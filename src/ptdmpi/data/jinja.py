@@ -25,10 +25,10 @@ MOST_SECONDS = 20  # limit for the processor time of one rendering
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits for each rendering of a template: for the number of loop
-    iterations and calls, the time, the length of repeated texts and lists, and the size of powers
-    and products. The limits are needed because a template comes with a downloaded model and may be
-    malicious.
+    """Jinja's sandbox with limits for each rendering of a template. There are limits for the number
+    of loop iterations and calls, for the time, for the length of repeated texts and lists, and for
+    the size of powers and products. The limits are needed because a template comes with a
+    downloaded model and may be malicious.
     """
 
     intercepted_binops = frozenset({"*", "**"})

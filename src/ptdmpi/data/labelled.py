@@ -30,8 +30,8 @@ class LabelledFile:
 
     Each sample has `sequences` neighbouring entries of `rows` and one number in `labels` (int
     [samples]). `sha256` is the hash of the file, and `tokenizer_sha256` is the hash of the
-    tokenizer. `cut` is the number of rows that were too long for a sequence and were shortened;
-    `lost` is the total number of tokens that were cut off.
+    tokenizer. `cut` is the number of rows that were shortened, because they were too long for a
+    sequence. `lost` is the total number of tokens that were cut off.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class LabelledForm:
     """The format of the samples that a model reads: rows of `seq_length` ids, padded with the id
     `pad`. If `first` is True, the model's head reads the activation at the first token, as in a
     model with bidirectional attention. If `first` is False, the head reads the activation at the
-    last token of each sequence; with causal attention, this activation does not depend on padding.
+    last token of each sequence. With causal attention, this activation does not depend on padding.
     `last_type` is the token type of the second text.
     """
 

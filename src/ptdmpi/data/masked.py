@@ -2,9 +2,9 @@
 
 The model is trained on the objectives of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form of
 Megatron-LM (Shoeybi et al. 2019, section 5.3). N-grams of complete words are masked. The model
-predicts whether two segments of a text are in order or swapped; BERT predicted whether the second
-segment follows the first (Lan et al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random
-choice is a pure function of (seed, global sample number).
+predicts whether two segments of a text are in order or swapped (Lan et al. 2020, arXiv 1909.11942,
+sections 3.1, 4.1). In contrast, BERT predicted whether the second segment follows the first. Every
+random choice is a pure function of (seed, global sample number).
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from ptdmpi.data.words import read_vocabulary
 
 LONGEST_WORD = 16  # maximum length in tokens; a longer word is treated as several words.
 # A random number in [0, 1) decides what replaces a masked token. If the number is below MASKED, the
-# mask token replaces it; if it is below DRAWN, a random token replaces it; otherwise the token
-# stays.
+# mask token replaces it. If the number is between MASKED and DRAWN, a random token replaces it.
+# Otherwise, the token stays.
 MASKED = 0.8
 DRAWN = 0.9
 
@@ -106,9 +106,10 @@ class MaskedSamples:
         """Return global sample `number`, made from a window: its token ids (int [n]) and the
         document numbers of its tokens (int [n]).
 
-        The sample's text is the part of one document that is inside the window. The document is
-        chosen by a random token of the window: it is the document that contains this token. Long
-        documents are therefore chosen more often, and over many epochs every document is used.
+        The sample's text is the part of one document that is inside the window. To choose the
+        document, a random token of the window is drawn, and the document that contains this token
+        is taken. Long documents are therefore chosen more often, and over many epochs every
+        document is used.
         """
         # The number of random numbers that are drawn depends only on the length of the window, even
         # if some of them are not used. A random choice therefore does not change the random numbers
@@ -176,8 +177,8 @@ class MaskedSamples:
         few less.
 
         The masked tokens are n-grams of complete words, chosen in random order. For each n-gram,
-        the number of words n is a random number; n is reduced if so many words would exceed
-        `budget`, leave the segment or overlap an earlier n-gram. `words` has, for each segment, the
+        the number of words n is a random number. If n words would exceed `budget`, leave the
+        segment or overlap an earlier n-gram, n is reduced. `words` has, for each segment, the
         positions of the first tokens of its words and the end of the segment. `chances` has random
         numbers, float [2, m], with m at least the number of words: the first row determines the
         order of the n-grams, and the second row their lengths.

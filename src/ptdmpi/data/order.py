@@ -56,9 +56,9 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     [0, 2^bits) for every key.
 
     The low half of a word has bits//2 bits, and the high half has the remaining bits. Rounds change
-    the two halves alternately (an alternating, unbalanced network). Because the halves may have
-    unequal lengths, an odd number of bits needs no padding, and 2^bits is less than twice the
-    number of values that `permute` needs.
+    the two halves alternately (an alternating, unbalanced network). The halves may have unequal
+    lengths, so an odd number of bits needs no padding. `permute` can therefore choose the smallest
+    `bits` for its range, and 2^bits is less than twice the size of this range.
     """
     low_bits = np.uint64(bits // 2)
     widths = (np.uint64(bits - bits // 2), low_bits)
@@ -68,8 +68,8 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
         changed = number % 2
         if widths[changed] == 0:
             continue
-        # each round has a different function; with the same function in all rounds, patterns of the
-        # two halves would remain
+        # Each round has a different function. With the same function in all rounds, patterns of the
+        # two halves would remain.
         output = (halves[1 - changed] ^ (key + _word(_GOLDEN * (number + 1)))) * _M1
         output ^= output >> np.uint64(32)
         output *= _M2

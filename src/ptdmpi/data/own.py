@@ -121,8 +121,9 @@ def microbatch(rows: Sequence[Row], numbers: np.ndarray) -> MicrobatchRows:
 
 class OwnBatches:
     """The training microbatches of one data rank, with the same sample numbers as `TrainBatches`.
-    With the global batch size B, step k has the global samples k B to (k + 1) B - 1, and data rank
-    r has the r-th contiguous block of these samples."""
+    With the global batch size B, step k has the global samples k B to (k + 1) B - 1. These samples
+    are divided into contiguous blocks of equal size, one for each data rank, in the order of the
+    ranks."""
 
     def __init__(
         self,

@@ -84,10 +84,10 @@ class ShardWriter:
     `with` block raises an exception, or if a write fails. The writer needs memory for one buffer,
     for 8 bytes per document, and, for a shard with rows, for one byte per token.
 
-    The methods of `ShardWriter` raise InputError in three cases: if the file cannot be written, for
-    example on a full disk; if a token id is outside the vocabulary; and if the shard would be
-    empty, or its last document has no end. The error about a token id may be raised by a later
-    call, because short blocks are collected first.
+    The methods of `ShardWriter` raise InputError if the file cannot be written, for example on a
+    full disk. They also raise InputError for a token id outside the vocabulary. This error may be
+    raised by a later call, because short blocks are collected first. `close` also raises InputError
+    if the shard would be empty, or if its last document has no end.
     """
 
     def __init__(

@@ -213,10 +213,10 @@ class Dataset:
     def __init__(self, directory: str | Path, use_mmap: bool = True, *, verified: bool = False):
         """Find the shards of a directory, and check that their headers agree.
 
-        If `use_mmap` is False, tokens are read by the system call pread; use this on file systems
-        on which memory mapping is slow. If `verified` is True, reading raises InputError for tokens
-        of a damaged block (see `blocks`). Raise InputError if shards differ in tokenizer,
-        vocabulary size, eod_id, length of rows or pairs. Also raise the same errors as
+        If `use_mmap` is False, tokens are read by the system call pread, which is better on file
+        systems on which memory mapping is slow. If `verified` is True, reading raises InputError
+        for tokens of a damaged block (see `blocks`). Raise InputError if shards differ in
+        tokenizer, vocabulary size, eod_id, length of rows or pairs. Also raise the same errors as
         `find_headers`.
         """
         self.directory = Path(directory)
@@ -282,8 +282,8 @@ class Dataset:
         errors as `places` and `gather`."""
         firsts = self._first_samples(seq_length)
         places = []
-        # This loop computes the same positions as `places`, with plain integers: for a few samples,
-        # numpy would take longer than reading the samples.
+        # This loop computes the same positions as the method `places`, but with plain integers. For
+        # a few samples, numpy would take longer than reading the samples.
         for sample in sample_indices.tolist():
             if not 0 <= sample < firsts[-1]:
                 raise self._no_sample(firsts[-1])
@@ -312,8 +312,8 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
     they are in the processor's cache.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    # convert a single row directly to int64: an additional copy in the narrow type would take half
-    # as long as the read
+    # Convert a single row directly to int64. An additional copy in the narrow type would take half
+    # as long as the read itself.
     if len(places) == 1:
         number, shard, start = places[0]
         tokens = rows[0] = datasets[number].shard_tokens(shard)[start : start + width]
@@ -328,8 +328,8 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
         for row, (number, shard, start) in enumerate(part):
             narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
         ready = narrow[: len(part)]
-        # check the tokens before they are converted to int64: the check then reads only a quarter
-        # or half of the bytes
+        # check the tokens before they are converted to int64, because the check then reads only a
+        # quarter or half of the bytes
         _check_ids(datasets, part, ready)
         rows[begin : begin + _READ_ROWS] = ready
     return rows
@@ -337,7 +337,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
 
 def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: np.ndarray) -> None:
     """Raise InputError if a token id is outside the vocabulary. `tokens` has one row for each
-    element of `places`; if there is only one row, `tokens` may be 1-D."""
+    element of `places`. If there is only one row, `tokens` may be 1-D."""
     size = datasets[0].vocab_size
     # to find the largest id, use argmax, which is numpy's fastest function that reads all ids
     if tokens.item(tokens.argmax()) >= size:

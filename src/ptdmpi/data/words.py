@@ -5,7 +5,7 @@ A word is a run of letters, digits, underscores and characters beyond ASCII, how
 into tokens. If a vocabulary marks the tokens that continue a word (WordPiece, Devlin et al. 2019)
 or the tokens that end a word, these marks decide where words begin. If no token of the vocabulary
 contains a blank, each token is a word. When a run starts, it reads the `tokenizer.json` in the
-folder of the shards to find out where words begin; the byte tokenizer needs no file.
+folder of the shards to find out where words begin. Only the byte tokenizer needs no file.
 """
 
 import json
@@ -143,7 +143,7 @@ Ends = Callable[[str], tuple[bool, bool]]
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
     """Return a function of the type `Ends` for a tokenizer. Tokenizers mark the beginnings or ends
-    of words in different ways; the returned function fits the marks of this tokenizer."""
+    of words in different ways. The returned function recognizes the marks of this tokenizer."""
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)

@@ -64,8 +64,8 @@ def cut(text: str, until: Sequence[str]) -> str:
 
 
 class Stop:
-    """A function that returns True when generation should stop: when the text of the generated
-    token ids contains one of the strings `until`."""
+    """A callable object that decides when generation stops: when the text of the generated token
+    ids contains one of the strings `until`."""
 
     def __init__(self, text: Text, until: Sequence[str]) -> None:
         self.text = text

@@ -64,8 +64,8 @@ def perplexities(
 def _perplexities(
     path: Path, datasets: Sequence[Path], world: World, *, kind: str, precision: str | None
 ) -> list[dict[str, Any]]:
-    """Return the result of the function `perplexity` for each dataset; each result also contains
-    the `precision` of the model."""
+    """Return the result of the function `perplexity` for each dataset, with the additional entry
+    `precision`, the precision in which the model computes."""
     model, _ = open_inference(path, world, None, precision, kind=kind)
     computed_in = {"precision": model.config.precision.compute}
     return [perplexity(model, Dataset(data)) | computed_in for data in datasets]

@@ -70,12 +70,12 @@ def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, 
     greatest value of the measure.
 
     `scores` has the score of each request that `requests` returns for the items, in the same order.
-    Four measures are computed: the log-likelihood itself; the log-likelihood per character (LLaMA,
-    arXiv 2302.13971, section 3, following Gao et al. 2021); the log-likelihood per token; and the
-    difference between the log-likelihoods after the item's context and after the neutral context
-    (LLaMA uses this difference for OpenBookQA and BoolQ, following Brown et al. 2020). If several
-    choices have the greatest value of a measure, the first of these choices counts as the model's
-    choice.
+    There are four measures. The first three are the log-likelihood itself, the log-likelihood per
+    character (LLaMA, arXiv 2302.13971, section 3, following Gao et al. 2021), and the
+    log-likelihood per token. The fourth measure is the difference between the log-likelihoods after
+    the item's context and after the neutral context. LLaMA uses this difference for OpenBookQA and
+    BoolQ, following Brown et al. 2020. If several choices have the greatest value of a measure, the
+    first of these choices counts as the model's choice.
     """
     right = dict.fromkeys(MEASURES, 0)
     rest = iter(scores)

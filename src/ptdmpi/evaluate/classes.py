@@ -25,8 +25,8 @@ def files_of(
     tokens.
 
     The texts are encoded by `tokenizer`, or by the tokenizer of the model `stored` if `tokenizer`
-    is None. A sequence has at most as many tokens as the key `model.seq_length` of `config` says;
-    longer texts are cut. Raise InputError if a tokenizer or a file cannot be used.
+    is None. A sequence has at most `model.seq_length` tokens, as `config` says, and longer texts
+    are cut. Raise InputError if a tokenizer or a file cannot be used.
     """
     text = find_text(stored, tokenizer)
     frame = framing(text, tokenizer or name_of(stored), config.model)
@@ -60,7 +60,7 @@ def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -
 def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
     """Return the fraction of samples that were classified correctly, and further scores.
 
-    `by_class` has the number of samples and the accuracy of each class in `names`; the accuracy of
+    `by_class` has the number of samples and the accuracy of each class in `names`. The accuracy of
     a class without samples is None. `most_frequent` is the accuracy of always choosing the most
     frequent class.
     """

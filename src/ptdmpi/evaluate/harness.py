@@ -53,8 +53,9 @@ class Harness:
         """Return the log-likelihood of each complete text in nats.
 
         The first token is predicted after an end-of-document token. A text that is longer than
-        `seq_length` is scored in windows of `seq_length` tokens; neighbouring windows share one
-        token.
+        `seq_length` is scored in windows of `seq_length` tokens. Neighbouring windows share one
+        token: the last label of a window is the first input of the next window. The last window
+        begins earlier, so that it has `seq_length` tokens, too, but each token is scored only once.
         """
         parts: list[list[Request]] = []
         length = self.model.seq_length
@@ -154,8 +155,8 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         return {}
 
     class Adapter(LM):
-        """An object with the methods of a model that the harness calls. Each method receives
-        requests of the harness, and passes them on to ptdmpi's model."""
+        """A model in the form that the harness expects. Each method receives requests of the
+        harness, and passes their arguments on to the method of the same name in `Harness`."""
 
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = False

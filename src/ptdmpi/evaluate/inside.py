@@ -2,8 +2,8 @@
 
 The sandbox starts the process by the path of this file, without importing the project: `python -I
 -S inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. If the program runs to
-its end, `inside.py` copies a random word from TOKEN_FD to VERDICT_FD. Otherwise `inside.py` writes
-the name of the exception to VERDICT_FD.
+its end, `inside.py` copies a random word from TOKEN_FD to VERDICT_FD. If the program raises an
+exception, `inside.py` writes the name of the exception to VERDICT_FD.
 """
 
 import ctypes

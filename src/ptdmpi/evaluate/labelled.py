@@ -31,9 +31,9 @@ class LabelledItem:
     """One sample of a task file, as text.
 
     A sample has one sequence for each text in `seconds`. A sequence consists of the text `first`
-    and one text of `seconds`; the text "" means that there is no second text. If there are
-    candidates, `question` is put before each second text. `place` is the file and the line, for
-    error messages.
+    and one text of `seconds`. If the second text is "", the sequence consists of `first` only. If
+    there are candidates, `question` is put before each second text. `place` is the file and the
+    line, for error messages.
     """
 
     first: str
@@ -44,8 +44,8 @@ class LabelledItem:
 
     @property
     def joined(self) -> list[str]:
-        """Return the second text of each sequence: if there are candidates, the question followed
-        by the candidate."""
+        """Return the second text of each sequence. If the sample is a question with candidates, the
+        second text is the question followed by one candidate."""
         if not self.question:
             return list(self.seconds)
         return [f"{self.question}{BETWEEN}{second}" for second in self.seconds]

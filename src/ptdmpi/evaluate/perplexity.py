@@ -56,16 +56,16 @@ def perplexity(
     """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
     the number of tokens and the mean in nats. In shards of conversations, only the answers are
     scored, because only their tokens count in the loss of a training. As in training, no
-    conversation attends to another conversation. The value of "scored" is "all tokens" or
-    "answers".
+    conversation attends to another conversation. The entry "scored" of the result says which tokens
+    were scored: "all tokens" or "answers".
 
     `words` is the number of words in the original text. If `words` is given, the result also has
     the perplexity per word: exp(summed negative log-likelihood / number of words). The perplexity
     per word allows comparing models with different tokenizers (Shoeybi et al. 2019, arXiv
     1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
-    scores; it is 32 in that paper. If `stride` is None, it is `seq_length`. With this stride the
-    computation is fastest, because only the last window of a shard overlaps another window. Every
-    rank calls this function. Raise InputError on every rank if `stride` is not legal, if `words` is
+    scores. That paper uses a stride of 32. If `stride` is None, the stride is `seq_length`, which
+    is fastest, because then only the last window of a shard overlaps another window. Every rank
+    calls this function. Raise InputError on every rank if `stride` is not legal, if `words` is
     given for conversations, if the dataset does not fit the model, or if a probability is NaN.
     """
     if stride is None:
@@ -134,9 +134,9 @@ def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, 
 
 
 def _windows_of(dataset: Dataset, seq_length: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of all shards of a dataset. If the shards have packed rows, as shards of
-    conversations have, each document has windows of its own, and windows without a label that
-    counts are left out."""
+    """Yield the windows of all shards of a dataset. Shards of conversations, for example, have
+    packed rows. If the shards have packed rows, each document has windows of its own, and windows
+    without a label that counts are left out."""
     for shard, header in enumerate(dataset.headers):
         if not dataset.row_length:
             yield from windows(header.tokens, shard, seq_length, stride)

@@ -46,8 +46,9 @@ class Questions(ABC):
     """The items of one file. The object can be pickled, so that one rank can prepare it for all
     ranks.
 
-    `truncated` is the number of texts that are cut at their beginning because they are longer than
-    a sequence. A text is a prompt, or a context with one of its choices.
+    `truncated` is the number of texts that are cut at their beginning because they are too long. A
+    text is a prompt, which must leave room for an answer in the sequence, or a context with one of
+    its choices.
     """
 
     items: tuple[TaskItem, ...]

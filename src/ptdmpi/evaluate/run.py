@@ -94,7 +94,8 @@ def _scores(
 def _has_task_head(run: Path, options: Options) -> bool:
     """Return True if the model or its adapter has a head for a task.
 
-    If there is such a head, raise InputError unless `options` ask for `--tasks` and nothing else.
+    If there is such a head, raise InputError unless `--tasks` is the only evaluation that `options`
+    request.
     """
     stored = open_model(run)
     adapter = options["adapter"]

@@ -71,8 +71,9 @@ class Sandbox:
         `without_network`.
         """
         prefix = () if self.network else without_network()
-        # this random word is the verdict for a program that ran to its end: only `inside.py` should
-        # write it. A program cannot guess the word; it would have to read the word from a pipe
+        # `inside.py` writes this random word as the verdict if the program ran to its end. The
+        # program cannot guess the word. To write the word itself, it would have to read the word
+        # from a pipe.
         word = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
             # if root starts the program, the program runs as the user nobody, who must be able to

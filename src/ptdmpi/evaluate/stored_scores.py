@@ -72,15 +72,16 @@ class Scorer(ABC):
 
     @abstractmethod
     def total(self, arrays: Arrays, counts: np.ndarray) -> float:
-        """Return the sum of one quantity, for example of the log-probability of a label, over the
-        labels of n windows. The command divides this sum by the number of labels, and reports the
-        resulting mean. Only labels for which `counts` [n, length] is True contribute.
+        """Return the sum of one quantity over the labels of n windows. The quantity is, for
+        example, the log-probability of the label. The command divides this sum by the number of
+        labels, and reports the resulting mean. Only labels for which `counts` [n, length] is True
+        contribute.
         """
 
     @abstractmethod
     def mean(self, mean: float) -> dict[str, float]:
-        """Return the entry in the printed table for `mean`, the mean per label of the quantity that
-        `total` sums.
+        """Return the entry of the printed table, name -> value. `mean` is the mean per label of the
+        quantity that `total` sums.
         """
 
     def more(self) -> dict[str, Any]:
@@ -197,9 +198,9 @@ def score(
     Every rank calls this function.
 
     With `top` = 0, the datasets have pairs of answers, and the outputs are the log-probabilities of
-    the labels. Otherwise the outputs are the `top` most probable tokens in place of each label, for
-    windows of `seq_length` tokens. `options` are the other options of the command. If an option,
-    the model or a dataset cannot be used, raise InputError on every rank.
+    the labels. With `top` above 0, the outputs are the `top` most probable tokens at the position
+    of each label, for windows of `seq_length` tokens. `options` are the other options of the
+    command. If an option, the model or a dataset cannot be used, raise InputError on every rank.
     """
     model, stored = open_inference(
         run,
@@ -227,8 +228,8 @@ def _check(path: Path, stored: StoredModel, scorer: Scorer) -> None:
 
 
 def _score(scorer: Scorer, path: Path, world: World, name: str) -> dict[str, Any]:
-    """Store the outputs of the model `name` for the dataset at `path`, and return the table of
-    results: the number of labels, and a mean over the labels."""
+    """Store the outputs of the model `name` for the dataset at `path`. Return the table of results,
+    with the number of labels and the mean per label (`Scorer.mean`)."""
     dataset = Dataset(path, verified=True)
     scorer.check(path, dataset)
     shards: dict[str, Any] = {}

@@ -97,7 +97,7 @@ def with_shots(
 ) -> list[str]:
     """Return the context of each item, after the first `shots` solved examples.
 
-    If a solved example is the item itself, this example is left out.
+    If one of these examples is the item itself, the next example takes its place.
     """
     contexts = []
     for item in items:

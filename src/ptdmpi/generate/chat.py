@@ -14,7 +14,7 @@ from ptdmpi.inference.stored import open_adapter
 
 SIGN = "> "
 QUIT = "/quit"
-TORN = "\ufffd"  # a character whose last tokens are still missing is decoded as this character
+TORN = "\ufffd"  # decoding returns this character in place of an incomplete character
 
 
 class Chat:
@@ -96,8 +96,8 @@ class Chat:
 
     @property
     def _room(self) -> int:
-        """Return the maximum number of tokens of an answer: the option `max_new_tokens`, or by
-        default the smaller one of MAX_NEW_TOKENS and half of `seq_length`."""
+        """Return the maximum number of tokens of an answer. This is the option `max_new_tokens`, or
+        by default the smaller of two numbers: MAX_NEW_TOKENS, and half of `seq_length`."""
         asked: int | None = self.writer.options["max_new_tokens"]
         if asked is not None:
             return asked
@@ -154,9 +154,9 @@ def _dialogue(writer: Writer) -> Dialogue:
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
-    """Return two values: the next line of the user, or None at the end of the conversation; and the
-    reason why the conversation ends, which is used only if the line is None. Only rank 0 calls this
-    function."""
+    """Return two values. The first value is the next line of the user, or None at the end of the
+    conversation. The second value is the reason why the conversation ends. It is used only if the
+    first value is None. Only rank 0 calls this function."""
     try:
         line = read()
         # Open MPI's mpirun does not report the end of input, so a command can end the conversation

@@ -29,9 +29,9 @@ class Dialogue:
         else the template of the model.
 
         Every token id that ends a text also ends an answer. If there is a chat template, two more
-        kinds of ids end an answer: the special token that the template writes after an answer, and
-        the end ids in the config.json of a model from Hugging Face. Raise InputError if one of
-        these files cannot be used.
+        kinds of ids end an answer. The first kind is the special token that the template writes
+        after an answer. The second kind are the end ids in the config.json of a model from Hugging
+        Face. Raise InputError if one of these files cannot be used.
         """
         template = find_chat(stored, text, adapter)
         if template is None:
@@ -87,7 +87,8 @@ class Dialogue:
     @property
     def around(self) -> int:
         """Return the number of token ids that a prompt has in addition to the ids of the user's
-        line: the ids of the prefix or of the chat template."""
+        line. These additional ids come from the prefix of the tokenizer, or from the chat
+        template."""
         if self.template is None:
             return len(self.text.prefix)
         return len(self.prompt([""]))

@@ -52,8 +52,8 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
     if sampling.temperature == 0.0:
         return order[:1], np.zeros(1)
     order = order[: sampling.top_k]
-    # subtract the greatest logit before the division: an overflow can then only give -inf, the
-    # logit of an impossible token
+    # subtract the greatest logit before the division, because an overflow can then only give -inf,
+    # the logit of an impossible token
     with np.errstate(over="ignore"):
         values = (logits[order].astype(np.float64) - float(logits[order[0]])) / sampling.temperature
     if sampling.top_p < 1.0:

@@ -38,16 +38,16 @@ def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
 def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
     """Yield the continuations of the prompts in `options["from_file"]`, as lines of JSON.
 
-    Rank 0 yields each line as soon as it is complete, in the order of the file; every rank must
-    iterate over the result. All prompts are checked before the first one is continued. If the model
-    or a prompt cannot be used, raise InputError on every rank.
+    Rank 0 yields each line as soon as it is complete, in the order of the file. Every rank must
+    iterate over the result, although only rank 0 yields lines. All prompts are checked before the
+    first one is continued. If the model or a prompt cannot be used, raise InputError on every rank.
     """
     given = world.on_root(lambda: read_prompts(options["from_file"]))
     writer = Writer(run, world, options)
     prompts = world.on_root(lambda: writer.prepare(given))
     samples = options["samples"]
     at_once = max(1, options["batch"] * writer.model.axes["data"].size // samples)
-    # a progress bar and the lines would overwrite each other on a terminal
+    # display no bar if the lines go to a terminal, because they would overwrite each other
     bar = progress("generating", len(given), "prompt")
     with nullcontext(_silent) if sys.stdout.isatty() else bar as advance:
         for first in range(0, len(given), at_once):
@@ -59,8 +59,8 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
 
 
 def _silent(more: float) -> None:
-    """Do nothing. This function takes the place of a progress bar's `advance` if no bar is
-    displayed."""
+    """Do nothing. `write_file` calls this function in place of a progress bar's `advance` if no bar
+    is displayed."""
 
 
 class Writer:

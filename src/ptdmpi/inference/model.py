@@ -115,8 +115,8 @@ class InferenceModel:
         return KeyValueCache(layers, shape, self.dtype, self.device)
 
     def hidden(self, ids: Tensor, cache: Cache | None = None) -> Tensor | None:
-        """Return the activations [positions, sequences, hidden size] for the ids [positions,
-        sequences], on the last stage; None on other stages.
+        """Return the activations [positions, sequences, hidden size] of the last layer for the ids
+        [positions, sequences]. Ranks without the last stage return None.
 
         With a cache, the ids follow the tokens in the cache, and attend to these tokens. Without a
         cache, each column of the ids is a sequence from its first token.
@@ -131,8 +131,8 @@ class InferenceModel:
         return self._through(ids, advance)
 
     def scores(self, batch: Microbatch) -> Tensor | None:
-        """Return the scores [samples, number of classes or candidates], on the last stage; None on
-        other stages.
+        """Return the scores [samples, number of classes or candidates]. Ranks without the last
+        stage return None.
 
         The model needs a head for a task. Call `finish` after the last call of this method.
         """
@@ -181,8 +181,8 @@ class InferenceModel:
         self._leaving = []
 
     def next_logits(self, ids: Tensor, cache: Cache, last: Tensor) -> Tensor | None:
-        """Return the logits of the next token, float32 [sequences, vocabulary], on the last stage;
-        None on other stages.
+        """Return the logits of the next token, float32 [sequences, vocabulary]. Ranks without the
+        last stage return None.
 
         The ids are [positions, sequences]. `last` [sequences] has, for each sequence, the index of
         its last id, which the next token follows. All ids are added to the cache.
@@ -196,11 +196,11 @@ class InferenceModel:
             return self.axes["tensor"].all_gather(columns)[: self.vocab_size].t()
 
     def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the log probabilities of labels, on the last stage; None on other stages.
+        """Return the log probabilities of labels. Ranks without the last stage return None.
 
-        ids and labels are [positions, sequences]. The result is two tensors of this shape: the log
-        probabilities in nats, and True where no token is more probable than the label. Call
-        `finish` after the last call of this method.
+        ids and labels are [positions, sequences]. The result is two tensors of this shape. The
+        first tensor has the log probabilities in nats. The second tensor is True where no token is
+        more probable than the label. Call `finish` after the last call of this method.
         """
         x = self.hidden(ids)
         if x is None or self._head is None:
@@ -209,9 +209,9 @@ class InferenceModel:
             return token_log_probabilities(self._head.heads(x)[0], labels, self.axis)
 
     def label_log_probabilities(self, batch: Microbatch) -> Tensor | None:
-        """Return the log probabilities of a batch's labels in nats [labels, sequences], on the last
-        stage; None on other stages. As in training, no token attends to another document. Call
-        `finish` after the last call of this method."""
+        """Return the log probabilities of a batch's labels in nats, [labels, sequences]. Ranks
+        without the last stage return None. As in training, no token attends to another document.
+        Call `finish` after the last call of this method."""
         logits = self._label_logits(batch)
         if logits is None:
             return None
@@ -219,17 +219,17 @@ class InferenceModel:
 
     def top_log_probabilities(self, batch: Microbatch, count: int) -> tuple[Tensor, Tensor] | None:
         """Return the ids of the `count` most probable tokens at the position of each label, and
-        their log probabilities in nats, both [labels, sequences, count], on the last stage; None on
-        other stages. As in training, no token attends to another document. Call `finish` after the
-        last call of this method."""
+        their log probabilities in nats, both [labels, sequences, count]. Ranks without the last
+        stage return None. As in training, no token attends to another document. Call `finish` after
+        the last call of this method."""
         logits = self._label_logits(batch)
         if logits is None:
             return None
         return top_log_probabilities(logits, count, self.axis)
 
     def _label_logits(self, batch: Microbatch) -> Tensor | None:
-        """Return this rank's columns of the logits at the positions of all labels of a batch, on
-        the last stage; None on other stages."""
+        """Return this rank's columns of the logits (its part of the vocabulary) at the positions of
+        all labels of a batch. Ranks without the last stage return None."""
         x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
         if x is None or self._head is None:
             return None
@@ -238,8 +238,8 @@ class InferenceModel:
 
 
 def _rotary(stage: Stage, ids: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor] | None:
-    """Return (cos, sin) of the rotary angles at the positions of the ids; None if the model has no
-    rotary position embedding."""
+    """Return (cos, sin) of the rotary angles at the positions of the ids. Return None if the model
+    has no rotary position embedding."""
     if stage.rotary is None:
         return None
     cos, sin = stage.rotary
@@ -278,13 +278,12 @@ def open_inference(
     """Load the model at `path` on all ranks of `world`. Every rank calls this function.
 
     `layout` is text such as "t=2,p=2". If `layout` is None, the model has the tensor and pipeline
-    sizes of the training run, provided that these sizes fit the number of ranks; otherwise every
-    rank has a complete model. If `precision` is None, the precision of the training run is used.
-    `classifies` is True if the model must have a head for a task, and False if it must predict
-    tokens. `adapter` is the path of adapters that are added to the model. `kind` selects the stored
-    values that are loaded as weights: the trained weights, or the moving average of the weights.
-    With `adapter`, `kind` selects the values of the adapters, and the trained weights of the base
-    model are loaded.
+    sizes of the training run. If these sizes do not fit the number of ranks, every rank has a
+    complete model. If `precision` is None, the precision of the training run is used. `classifies`
+    is True if the model must have a head for a task, and False if it must predict tokens. `adapter`
+    is the path of adapters that are added to the model. `kind` selects the stored values that are
+    loaded as weights: the trained weights, or the moving average of the weights. With `adapter`,
+    `kind` selects the values of the adapters, and the trained weights of the base model are loaded.
 
     Return the model, and the description of its files. Raise InputError on every rank if the model
     cannot be loaded.
@@ -376,8 +375,8 @@ def _require(loaded: Manifest | str) -> None:
 
 
 def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int]:
-    """Return the axis sizes that `layout` names; without `layout`, the axis sizes of the training
-    run, if they fit `ranks`."""
+    """Return the axis sizes that `layout` names. If `layout` is None, return the tensor and
+    pipeline sizes of the training run, or {} if these sizes do not fit `ranks`."""
     if layout is not None:
         sizes = layouts.parse(layout)
         extra = sizes.keys() - {"tensor", "pipeline", "data"}

@@ -82,8 +82,9 @@ class StoredModel:
 
     @property
     def task(self) -> TaskConfig:
-        """Return the task of the model's head; its `kind` is "none" if the model has no head for a
-        task. Raise InputError if the section [task] and the model's head contradict each other."""
+        """Return the task of the model's head. The task's `kind` is "none" if the model has no head
+        for a task. Raise InputError if the section [task] and the model's head contradict each
+        other."""
         try:
             task = TaskConfig.model_validate(self.tree.get("task", {}))
         except ValueError as error:
@@ -97,8 +98,8 @@ class StoredModel:
 
     @property
     def began(self) -> Path | None:
-        """Return the path of the model from which the training run began: the base model, if the
-        run trained adapters, or otherwise the initial model.
+        """Return the path of the model from which the training run began. This is the base model if
+        the run trained adapters, and otherwise the model in `checkpoint.initial`.
 
         The result is None if the run began from random weights.
         """
@@ -168,8 +169,8 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    # config.toml has the section [model] of the run's last start; the checkpoint has the section
-    # [model] with which its weights were trained
+    # The section [model] in config.toml is that of the run's last start. The section [model] in the
+    # checkpoint is that with which its weights were trained, so it is used if it exists.
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
@@ -213,8 +214,8 @@ class StoredAdapter:
 
     @property
     def datasets(self) -> list[str]:
-        """Return the paths of the shards that the adapters were last trained on; empty if they have
-        a head for a task."""
+        """Return the paths of the shards that the adapters were last trained on. The list is empty
+        if the adapters have a head for a task, because they were then trained on task files."""
         if self.adapted.has_head:
             return []
         known = self.trained_on

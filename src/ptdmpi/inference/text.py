@@ -86,7 +86,7 @@ MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json"
 
 def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDED) -> Text:
     """Return the tokenizer of the model and its special ids. `given` is "bytes", or the path of a
-    tokenizer.json; if it is None, the model's own tokenizer is used.
+    tokenizer.json. If `given` is None, the model's own tokenizer is used.
 
     Raise InputError if no tokenizer is known; the error message ends with the advice `mended`.
     Also raise InputError if the model was trained with another tokenizer.
@@ -169,8 +169,8 @@ def name_of(stored: StoredModel) -> str:
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    # a converted model has its own tokenizer; its `began` may be its own path, so the model at
-    # `began` must not be opened here
+    # A converted model has its own tokenizer. Its `began` may be its own path, so do not open the
+    # model at `began` here: the function would call itself without end.
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))

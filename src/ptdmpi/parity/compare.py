@@ -57,8 +57,8 @@ def differences(actual: Training, expected: Training) -> dict[str, Greatest]:
 
 
 def first_other_bit(actual: Training, expected: Training) -> str | None:
-    """Return the name of the first value whose bits differ between the two runs; None if all bits
-    are equal."""
+    """Return the name of the first value whose bits differ between the two runs. Return None if all
+    bits are equal."""
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         if a != b:
             return f"loss of step {step}"

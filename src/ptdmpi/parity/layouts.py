@@ -43,8 +43,8 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "disk"),
 }
 # Every STRIDE-th combination is a candidate. STRIDE is a prime that does not divide the number of
-# values of any factor, so each value of a factor occurs together with each value of any other
-# factor. With a STRIDE of 41, the remaining candidates can be listed in a few seconds.
+# values of any factor. Therefore each value of a factor still occurs together with each value of
+# any other factor. With a STRIDE of 41, the remaining candidates can be listed in a few seconds.
 STRIDE = 41
 # 12 layers are enough for pipeline x virtual = 12 stages. 7 layers cannot be divided evenly into
 # several stages, and a vocabulary of 53 cannot be divided evenly over several tensor ranks.
@@ -163,10 +163,11 @@ class ComparedLayout(Layout):
         This base layout and the given layout have equal values of the settings that determine the
         order of sums: the tensor-parallel size, the microbatch size, sequence parallelism and,
         unless the run is reproducible, the data-parallel size. If the optimizer's state is sharded,
-        the two layouts also sum gradients in the same order: over ranks first or over microbatches
-        first, and with or without separate sums within shard groups. Experts are distributed over
-        equally many ranks in both layouts, unless the results also have these bits with all experts
-        on one rank.
+        the two layouts also agree in whether gradients are summed over ranks first or over
+        microbatches first, and in whether shard groups sum separately. Both layouts distribute
+        experts over equally many ranks. There is one exception: if each expert computes the tokens
+        of each source rank separately (`computes_by_source`), the base layout has all experts on
+        every rank, because the bits are then the same.
         """
         microbatches = self.microbatches(GLOBAL_SIZE)
         plain = ComparedLayout(
@@ -374,7 +375,7 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     for i, j in itertools.combinations(range(len(sizes)), 2):
         columns.append(offset + table[:, i] * sizes[j] + table[:, j])
         offset += sizes[i] * sizes[j]
-    # [rows, pairs of columns]: the number of the pair of values that a row has in two columns
+    # [rows, pairs of columns]: a number that identifies the row's pair of values in two columns
     held = np.stack(columns, axis=1)
     wanted = np.zeros(offset, dtype=bool)
     wanted[held] = True

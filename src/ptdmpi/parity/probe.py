@@ -2,9 +2,10 @@
 
 A causal model predicts a token at the position before the token. The positions from the token to
 the end of its document attend to the token. In a bidirectional model, all positions of the sample
-attend to the token. The test computes in advance which losses these are. If the code has a fault, a
-different set of losses changes. Examples of faults are labels that are shifted at the edge of a
-slice, a document that attends to another document, and masks at wrong positions.
+attend to the token. The test knows in advance which losses must change, and compares them with the
+losses that do change. If the code has a fault, a different set of losses changes. Examples of
+faults are labels that are shifted at the edge of a slice, a document that attends to another
+document, and masks at wrong positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +38,8 @@ COMBINED = (
     replace(PLAIN, tensor=2, sequence_parallel=True),
     replace(PLAIN, pipeline=2),
 )
-# The perturbed tokens. With 2 context ranks, the first token is at the edge of a chunk; with 4
-# context ranks, the last token is at the edge of a chunk.
+# The perturbed tokens. With 2 context ranks, the first of these tokens is at the edge of a chunk.
+# With 4 context ranks, the last of these tokens is at the edge of a chunk.
 TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 
@@ -121,9 +122,10 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
 
 
 def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
-    """Return losses in nats: first the loss of each label of the first sample, and then the sum of
-    the losses of all other samples. Each loss is computed separately, with weight 0 for all other
-    labels. All ranks call this function."""
+    """Return a vector of losses in nats. The first elements are the losses of the labels of the
+    first sample. If there are more samples, one more element is the sum of the losses of all other
+    samples. Each loss is computed separately, with weight 0 for all other labels. All ranks call
+    this function."""
     labels, samples = batch.labels.shape
     losses = []
     for label in range(labels + (samples > 1)):

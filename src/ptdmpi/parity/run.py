@@ -65,11 +65,11 @@ class TrainingTask:
 class Training:
     """The results of a training run.
 
-    The results are the loss and the gradient norm of each step, the gradients of the first step as
-    the optimizer gets them, the final master weights (`parameters`), and the names of tensors whose
-    copies on several ranks differ (`torn`). If the model has experts, a run on one rank has the
-    experts of each token in `choices`. Every other run has the number of its choices that differ
-    from the run on one rank in `flips`.
+    `losses` and `norms` have the loss and the gradient norm of each step. `gradients` are the
+    gradients of the first step, as the optimizer gets them. `parameters` are the final master
+    weights. `torn` has the names of tensors whose copies on several ranks differ. If the model has
+    experts, a run on one rank has the experts of each token in `choices`. Every other run has the
+    number of its choices that differ from the run on one rank in `flips`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -200,7 +200,8 @@ def train(
 
 
 class Blocks:
-    """The world divided into blocks of equal size, on which small layouts work at the same time.
+    """The ranks of the world, divided into blocks of equal size. Several small layouts can be
+    trained at the same time, each on one block.
 
     Training runs with the same grid of ranks use the same communicators, because MPI libraries can
     create only a limited number of communicators.

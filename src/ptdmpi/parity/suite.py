@@ -38,8 +38,8 @@ class Comparison:
     """A comparison of a case with another case, `base`. The results of both training runs must have
     the same bits.
 
-    If the same training run is done twice and the two results are compared, `attempt` is the number
-    of the second run, which is above 0. Otherwise it is 0.
+    If the comparison repeats the same training run, `attempt` is the number of the repetition,
+    which is above 0. In all other comparisons `attempt` is 0.
     """
 
     section: str
@@ -77,9 +77,10 @@ class Verdict:
     `differences`, `bits`, `torn` and `flips` map a compute type to results. `differences` has the
     greatest difference from the training run on one rank, by kind of value ("loss", "norm",
     "gradients", "parameters"). `bits` has the first value whose bits differ, or None. `torn` has
-    the tensors whose copies on several ranks differ. `flips` has the number of choices of experts
-    that differ from the training run on one rank, if the model has experts; in float32 these
-    choices were replaced. Bits are not compared on a transport that is not exact.
+    the tensors whose copies on several ranks differ. If the model has experts, `flips` has the
+    number of choices of experts that differ from the training run on one rank. In float32, the
+    choices of that run replaced these choices. Bits are not compared on a transport that is not
+    exact.
     """
 
     comparison: Comparison
@@ -125,8 +126,8 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         MUON: layouts.muon_cases(ranks),
         EXPERTS: mixture_cases(ranks),
     }
-    # repeat the layout with the most ranks, because such layouts find the most faults; among these
-    # layouts, repeat the one with the most effects
+    # Repeat the layout with the most ranks, because such layouts find the most faults. If several
+    # layouts have so many ranks, repeat the one with the most effects.
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]

@@ -187,7 +187,8 @@ def plot(axes: "Axes", measured: Coordinates) -> None:
 
 
 def draw(measured: Coordinates, path: Path) -> None:
-    """Write a picture of the sizes of activations by width. Raise the errors that `save` raises."""
+    """Write a picture of the sizes of activations by width to the file `path`. Raise InputError if
+    the file cannot be written, or if its suffix is not .png or .svg."""
     import matplotlib
 
     matplotlib.use("Agg")

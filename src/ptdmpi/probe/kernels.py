@@ -33,8 +33,9 @@ OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 class Extent:
     """The sizes of the kernels that are measured.
 
-    The sizes are the side lengths of matrices, the bytes that an addition of tensors moves, the
-    length and the heads of attention, and the rows and columns of elementwise kernels.
+    `sides` are the side lengths of matrices. `stream_bytes` are the bytes that one addition of
+    tensors reads and writes. `seq_length` and `heads` are the number of positions and of heads in
+    attention. `elementwise` has the numbers of rows and columns in elementwise kernels.
     """
 
     sides: tuple[int, ...]
@@ -75,9 +76,9 @@ def products(
     """Return a table of the FLOP/s of matrix multiplications (m, k) x (k, n), for all combinations
     of `sides`.
 
-    Each rate is computed from the mean time of the three multiplications of a linear layer, which
-    compute the output, the gradient of the input, and the gradient of the weight. `launch`, the
-    seconds of a kernel launch, is subtracted from the mean time.
+    Each rate is computed from the mean time of the three multiplications that a linear layer needs:
+    one each for the output, the gradient of the input, and the gradient of the weight. `launch`,
+    the seconds of a kernel launch, is subtracted from the mean time.
     """
     rates: list[list[list[float]]] = []
     for m in sides:

@@ -36,7 +36,8 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-# a rate that limits nothing, in place of the data-sheet rates that a measured cluster does not need
+# The value of data-sheet rates that a measured cluster does not need. The value is so high that it
+# limits no predicted time.
 UNLIMITED = 1e15
 
 
@@ -44,8 +45,9 @@ UNLIMITED = 1e15
 class Effort:
     """The sizes that a measurement uses; larger sizes take more time.
 
-    If `ways` is None, the measurement does not find the fastest implementation of each kernel. On a
-    GPU, `ways` is None, because `make gpu` finds the fastest implementations.
+    `ways` has the sizes at which the implementations of each kernel are timed, to choose the
+    fastest. If `ways` is None, no implementations are timed. On a GPU, `ways` is None, because
+    `make gpu` finds the fastest implementations.
     """
 
     extent: kernels.Extent
@@ -76,8 +78,8 @@ def probe(
     extent = effort.extent
     rank_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
     memory = min(bench.everyone.all_gather_object(rank_bytes))
-    # The program's own memory is not available for tensors, but the planner counts it as a part of
-    # a run's memory, so it is added to the device's memory below.
+    # `memory` does not include the program's own memory, because this memory is already in use. The
+    # planner counts the program's own memory as a part of a run's memory, so it is added below.
     own_bytes = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(own_bytes))
     own = _quickest_kernels(bench, compute, effort.ways)

@@ -14,13 +14,13 @@ from ptdmpi.probe.finding import MachineFinding
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5
-# period of the summed numbers; it is small, so that every data type represents the sums over many
-# ranks exactly
+# The period of the summed numbers. It is small, so that every data type represents sums over many
+# ranks exactly.
 PERIOD = 7
 
 
 def check_sums(world: World) -> list[MachineFinding]:
-    """Check all-reduces over all ranks of tensors on the host. If the ranks have GPUs, also check
+    """Check all-reduces of tensors on the host, over all ranks. If the ranks have GPUs, also check
     all-reduces of tensors on the GPUs, with the transport that training uses.
 
     All ranks call this function together and get the same findings.
@@ -45,7 +45,7 @@ def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
         comm = world.split(training_grid(data=world.size), wire)["data"]
     except InputError as error:
         wrong = str(error)
-        # print the reason now, because the next call may never return: it waits for all ranks
+        # print the reason now, because the next call waits for all ranks, and may never return
         if not isinstance(error, SharedInputError):
             note(f"rank {world.rank}: {wrong}")
     failures = [failure for failure in world.control.allgather(wrong) if failure]
@@ -94,8 +94,8 @@ def sum_of_known(
     expected = torch.zeros(elements, dtype=torch.float32)
     for rank in range(comm.size):
         expected += (places + rank) % PERIOD
-    # bfloat16 represents integers up to 256 exactly; a greater sum is rounded once here, as it is
-    # in the all-reduce
+    # bfloat16 represents integers up to 256 exactly. A greater sum is rounded once here, as it is
+    # in the all-reduce.
     expected = expected.to(dtype)
     right = True
     best_s = float("inf")

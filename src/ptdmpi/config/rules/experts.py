@@ -130,8 +130,8 @@ def _layer_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _form_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake for each setting of the structure of layers that is not supported in models
-    with experts.
+    """Yield a mistake for each setting of the layers (biases, sublayers, position of norms) that is
+    not supported in models with experts.
     """
     if model.mlp_bias:
         yield (
@@ -194,9 +194,9 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         yield "run.reproducible = true", "reproducible = false"
     log = sections.log
     if log is not None and log.gradient_noise_every_steps:
-        # with distributed experts, no data rank has a gradient that comes only from its own tokens:
-        # the gradient of an expert comes from the tokens of several data ranks, even before the
-        # gradients are summed
+        # The measurement of gradient noise needs, on each data rank, a gradient that comes only
+        # from the rank's own tokens. With distributed experts, the gradient of an expert comes from
+        # the tokens of several data ranks, even before gradients are summed.
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
     # when tasks are evaluated during training, data ranks answer different questions, so they would
     # not all start the same number of all-to-alls of tokens
@@ -224,8 +224,8 @@ def _own_loss(model: ModelConfig, run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _cuts_sequences(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
-    # for each expert, a context rank counts only the tokens of its own part of a sequence, not
-    # the tokens of the whole sequence
+    # the balance loss of a sequence needs the number of tokens of each expert in the whole
+    # sequence, but a context rank counts only the tokens in its own part of the sequence
     if model.balance == "sequence" and parallel.context > 1:
         key = f'balance = "sequence" at parallel.context = {parallel.context}'
         yield key, 'balance = "bias", "batch" or "none"'

@@ -28,7 +28,7 @@ def where_known(
 
 
 def where_known(rule: Callable[..., Iterator[Mistake]], /, *sections: Any) -> Iterator[Mistake]:
-    """Yield the mistakes that `rule` finds in these sections; yield nothing if one of the sections
-    is None, because it could not be read."""
+    """Yield the mistakes that `rule` finds in these sections. If one of the sections is None,
+    because it could not be read, yield nothing."""
     if all(section is not None for section in sections):
         yield from rule(*sections)

@@ -41,7 +41,7 @@ def latent_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _head_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the mistakes in the sizes of the parts of a head."""
+    """Yield the mistakes in the sizes of a head: in its rotated part, and in its values."""
     size = model.head_size
     if size and not 2 <= model.rope_head_size < size:
         yield (

@@ -50,8 +50,8 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _sublayer_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake for each name of a sublayer that is repeated, is missing or cannot be
-    imported.
+    """Yield a mistake for each built-in sublayer that `model.sublayers` names more than once, and
+    for each other name that cannot be imported.
     """
     names = model.sublayers
     for name in SUBLAYERS:

@@ -153,6 +153,6 @@ def _not_compiled_data(data: DataConfig) -> Iterator[_Refusal]:
 
 def _not_compiled_adapters(adapt: AdaptConfig) -> Iterator[_Refusal]:
     # Python code decides in each step which elements the dropout of adapters sets to zero, and a
-    # graph cannot contain this code; adapters without dropout were not tested with compilation
+    # graph cannot contain this code. Adapters without dropout were not tested with compilation.
     if adapt.adapts:
         yield _Refusal(f'adapt.method = "{adapt.method}"', 'method = "none"')

@@ -1,7 +1,7 @@
 """Modules for multi-token prediction in the files of Hugging Face. The files of DeepSeek-V3 number
 a module like one more layer after the model's last layer.
 
-All names of tensors are without prefix.
+The tensor names in this module lack the prefix of the base model, such as "model.".
 """
 
 import re
@@ -51,8 +51,9 @@ def depth_of(
 
 
 def exported(needed: Mapping[str, Declaration], modules: int) -> tuple[dict[str, Declaration], str]:
-    """Return the parameters of `needed` without those of modules from number `modules` on, and a
-    note about the parameters that are left out."""
+    """Return the parameters of `needed` that are written to the files, and a note about the others.
+    Left out are the parameters of all modules for multi-token prediction whose number, counted from
+    0, is `modules` or more."""
     written = {
         name: declaration
         for name, declaration in needed.items()

@@ -74,8 +74,8 @@ def _keys(config: ConfigJson) -> dict[str, Any]:
 
 def _mscale(config: ConfigJson) -> float:
     """Return the value of YaRN's key `mscale_all_dim`, from which the scale of the attention scores
-    is computed; 0 if config.json does not have the key. `rope_keys` must have checked the tables of
-    config.json before."""
+    is computed. Return 0 if config.json does not have the key. Call `rope_keys` first, because it
+    checks the tables of config.json that this function reads."""
     for key in ("rope_parameters", "rope_scaling"):
         rope: Mapping[str, Any] = config.get(key, {})
         if rope.get("rope_type", rope.get("type")) == "yarn":

@@ -24,8 +24,9 @@ def latent_attention(
     x: Tensor,
 ) -> Tensor:
     """Return the output of multi-head latent attention (arXiv 2405.04434, equations 37 to 47),
-    [prompts, tokens, hidden]. `rotated(x, heads)` applies RoPE to heads in which the first elements
-    of all rotated pairs are in the first half, and the second elements in the second half."""
+    [prompts, tokens, hidden]. `rotated(x, heads)` applies RoPE to heads of another order: the first
+    elements of all rotated pairs are in the first half of a head, and the second elements are in
+    the second half."""
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     plain = config["qk_nope_head_dim"]
 
@@ -67,8 +68,8 @@ def _scale(config: Mapping[str, Any]) -> float:
 
 
 def expert_shares(config: Mapping[str, Any], get: Get, name: str, x: Tensor) -> Tensor:
-    """Return the weight of each expert for each token, [prompts, tokens, experts]; 0 for experts
-    that are not chosen (arXiv 2412.19437, section 2.1.2)."""
+    """Return the weight of each expert for each token, [prompts, tokens, experts] (arXiv
+    2412.19437, section 2.1.2). Experts that the router does not choose have the weight 0."""
     scores = (x @ get(f"{name}.gate.weight").t()).sigmoid()
     ranked = scores + get(f"{name}.gate.e_score_correction_bias")
     groups = ranked.unflatten(-1, (config["n_group"], -1))

@@ -45,12 +45,12 @@ def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "")
     conversations on which the adapters were trained. Return the number of elements of all written
     tensors, and a note if the template is not found.
 
-    `base_name` is the name or the path of the base model in `transformers`; it is stored in the
-    files. The default is the hub name of the original model if the base was converted from a model
-    of the hub, otherwise the path of the base. `kind` selects the stored values that are exported:
-    the trained weights of the adapters, or the moving average of the weights. Raise InputError for
-    adapters that are missing or damaged, or that `peft` cannot represent; then `target` is not
-    written.
+    The files contain `base_name`, the name or the path of the base model in `transformers`. If
+    `base_name` is "", the files contain the hub name of the original model if the base was
+    converted from a model of the hub, and otherwise the path of the base. `kind` selects the stored
+    values that are exported: the trained weights of the adapters, or the moving average of the
+    weights. Raise InputError for adapters that are missing or damaged, or that `peft` cannot
+    represent; then `target` is not written.
     """
     adapter = load_adapter(source, kind)
     adapt = adapter.adapted.adapt

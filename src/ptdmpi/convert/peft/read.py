@@ -215,9 +215,10 @@ def _own(
 
 
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
-    """Return the modules whose targets are not idle. A module of `transformers` such as c_attn
-    contains several targets of ptdmpi. A target is idle if the adapters of the file change nothing
-    at this target in any layer, but change another target of the same linear layer."""
+    """Return the modules whose targets are not idle. A module of `transformers`, such as c_attn,
+    may contain several targets of ptdmpi (queries, keys and values), of which the adapters of the
+    file need not change all. A target is idle if the adapters change nothing at this target in any
+    layer, but change another target of the same linear layer."""
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
@@ -362,8 +363,8 @@ def _pattern(
     """Return a table that maps names of modules to numbers. The table `name` in adapter_config.json
     has a number for each of its keys. A module that matches a key gets the number of this key.
 
-    A key is a regular expression; it matches a module if it matches the module's name, or the end
-    of the name after a dot. If several keys match, the first of them is used, as in
+    A key is a regular expression. A key matches a module if it matches the module's complete name,
+    or the end of the name after a dot. If several keys match, the first of them is used, as in
     `peft.utils.other.get_pattern_key`. Raise InputError for a key that matches no module, and for a
     key that could take years to compare with a name.
     """

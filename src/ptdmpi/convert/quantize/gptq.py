@@ -24,9 +24,10 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
     The columns are rounded one by one. After each column, the columns that are not yet rounded are
     changed so that they compensate the error of the outputs as far as possible. The columns with
     the greatest inputs are rounded first, while most columns can still compensate their errors
-    (`act-order` of the authors' program, github.com/IST-DASLab/gptq). This order mixes the blocks
-    of a row, so the scales are computed beforehand from the original matrix. Columns whose inputs
-    were always zero are rounded independently.
+    (`act-order` of the authors' program, github.com/IST-DASLab/gptq). Columns that are rounded one
+    after the other may belong to different blocks, so the scales of all blocks are computed
+    beforehand from the original matrix. Columns whose inputs were always zero are rounded
+    independently.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]

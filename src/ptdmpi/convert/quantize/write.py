@@ -160,7 +160,8 @@ def _require_block(model: ModelConfig, form: LowBit) -> None:
 
 class Maker:
     """An object that computes the quantized matrices of a model. Each matrix is computed when it is
-    requested; the matrices must be requested in the order of the layers.
+    requested. The matrices must be requested in the order of the layers, because GPTQ needs the
+    outputs of the earlier layers after their quantization.
 
     `description` is the entry QUANTIZATION of the manifest, with the format and the method.
     """

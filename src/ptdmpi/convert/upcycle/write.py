@@ -132,8 +132,8 @@ def upcycle(source: Path, target: Path, experts: Experts, kind: str = WEIGHTS) -
 
 
 def _require_dense(stored: StoredModel, model: ModelConfig) -> None:
-    """Raise InputError for a model that cannot be upcycled. The rules about [model] report the
-    mistakes that this function does not check."""
+    """Raise InputError for a model that cannot be upcycled. Other reasons, such as biases in the
+    MLP, are not checked here, because the rules about [model] report them."""
     if model.experts:
         raise InputError(
             f"{stored.checkpoint} has {model.experts} experts already; legal: a model without them"

@@ -34,9 +34,9 @@ _OPEN_SHARDS = 512  # maximum number of shards whose arrays are mapped at a time
 class ScoreKind:
     """A kind of arrays that a model computes for the tokens of a dataset. `folder` is the name of
     the arrays' folder and of the summary. `noun` names the arrays in messages, and `made_by` is the
-    command that makes them. A shard may have several arrays, whose file names differ in the suffix:
-    `types` maps each suffix to the legal data types of its array, and `blank` maps each suffix to
-    the value that tokens without a score get.
+    command that makes them. A shard may have several arrays, whose file names differ in the suffix.
+    `types` maps each suffix to the legal data types of its array. `blank` maps each suffix to the
+    value that the array has for tokens without a score.
     """
 
     folder: str

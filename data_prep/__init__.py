@@ -5,8 +5,8 @@ from ptdmpi.base import early
 
 
 def main() -> None:
-    """Run the program `ptdmpi-data`. Signals that arrive while it imports its modules are handled,
-    too."""
+    """Run the program `ptdmpi-data`. Signals that arrive while the program imports its modules are
+    handled, too."""
     early.begin("ptdmpi-data")
     try:
         from data_prep.cli import main as command_line

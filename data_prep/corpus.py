@@ -79,7 +79,7 @@ class Corpus(Protocol):
     vocabulary: Vocabulary
     # this file is copied to the directories of the shards, so that users can decode the tokens
     tokenizer_file: Path | None
-    counted: tuple[str, ...]  # names of those CorpusCounters that the final table shows
+    counted: tuple[str, ...]  # the fields of CorpusCounters in the final table
     group_bytes: Sequence[int]  # size of each group on the disk, in bytes
 
     def identity(self) -> dict[str, Any]:
@@ -138,7 +138,8 @@ class _Run:
                         if block.index >= first:
                             writer.add(block)
         for group in work.groups:
-            # a group that has yielded no block has only empty files
+            # a group yields no block if all its files are empty: store that such a group is
+            # complete
             if not self.state.load(group).complete:
                 with self._writer(group):
                     pass
@@ -189,8 +190,9 @@ class _Run:
 
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
-    """Call `action`, on all ranks, and return its result on this rank. If the call fails on some
-    ranks, raise the error of the lowest of these ranks, on all ranks."""
+    """Call `action` on all ranks, and return its result on this rank. If the call fails on some
+    ranks, raise InputError on all ranks, with the message of the lowest rank that has failed. But a
+    rank whose call fails with another error than InputError raises this error."""
     try:
         result = action()
     except Exception as error:

@@ -4,12 +4,13 @@ kept.
 With deduplication, a corpus is read twice. In the first reading, every document gets keys, which
 are 64-bit numbers: one hash of its bytes (exact), or one hash of each band of its MinHash signature
 (near). Two documents are duplicates if they have a common key, or if they are connected by a chain
-of documents in which neighbours have a common key. In the second reading, all documents of a set of
-duplicates except the first are left out. So the result depends only on the files and the options.
+of documents in which neighbours have a common key. In the second reading, only the first document
+of each set of duplicates is kept. So the result depends only on the files and the options.
 
 Sources: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
-Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands); the numbers are from
-FineWeb (Penedo et al. 2024): 112 hashes of shingles of 5 words, in 14 bands of 8 hashes.
+Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands). The numbers are
+those of FineWeb (Penedo et al. 2024): 112 hashes of shingles (runs of 5 words), in 14 bands of 8
+hashes.
 """
 
 import hashlib
@@ -41,9 +42,9 @@ _RESTART = "use --force to start again"
 
 @dataclass(frozen=True)
 class TaskKeys:
-    """The hashes of the text pieces of a task. For exact deduplication they are hashes of the
-    bytes, uint64 [pieces, 1]; for near deduplication they are MinHash signatures, uint32 [pieces,
-    112]."""
+    """The hashes of the text pieces (see `encode.TextPiece`) of a task (see `sources.Task`). For
+    exact deduplication, `hashes` has hashes of the bytes, uint64 [pieces, 1]. For near
+    deduplication, `hashes` has MinHash signatures, uint32 [pieces, 112]."""
 
     group: int
     hashes: np.ndarray

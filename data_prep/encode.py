@@ -1,5 +1,5 @@
-"""Encoding of tasks as tokens, in one process or several. The results are returned in the order of
-the tasks."""
+"""Encoding of tasks, which are parts of a corpus (see `sources.Task`), as tokens, in one process or
+several. The results are returned in the order of the tasks."""
 
 import hashlib
 import json
@@ -48,10 +48,11 @@ _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
 )
-# a placeholder for a string; it is random, so that no line contains the same text by chance
+# A placeholder for a long string that was removed from a line. It is random, so that no line
+# contains the same text by chance.
 _PLACE = "place of a string " + secrets.token_hex(8)
-# number of tasks per worker at a time: one is being encoded, one waits to be encoded, and one waits
-# to be written
+# Number of tasks in memory for each worker process: one is being encoded, one waits to be encoded,
+# and one waits to be written.
 _TASKS_PER_WORKER = 3
 
 
@@ -68,8 +69,8 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a task, divided into segments. A segment is a complete document, or, if a
-    document extends over several tasks, the part that is in this task."""
+    """The tokens of a task, divided into segments. A segment is a complete document. If a document
+    extends over several tasks, a segment is the part of the document in this task."""
 
     group: int
     index: int
@@ -157,8 +158,8 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
     has a mistake.
 
     This function saves memory: long strings are removed from the line before the rest is parsed.
-    Parsing the complete line would make two copies of it as `str`, in which a character may take
-    four bytes.
+    Parsing the complete line would make two copies of the line as `str`, in which a character may
+    take four bytes.
     """
     strings: list[memoryview] = []
     rest = bytearray()
@@ -191,7 +192,8 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Return the number of lines before the chunk's slice in the file, for an error message."""
+    """Return the number of lines in the file before the slice from which the chunk was read, for an
+    error message."""
     count = 0
     left = chunk.source_start
     with open(chunk.path, "rb") as stream:
@@ -262,8 +264,8 @@ def document_share(first_piece: bytes) -> float:
 
 
 def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
-    # compute the hash only if documents are held out, because it takes as long as the fastest
-    # tokenizer
+    # compute the hash only if documents are held out, because hashing takes as long as encoding
+    # with the fastest tokenizer
     return options.valid_fraction > 0 and document_share(first_piece) < options.valid_fraction
 
 
@@ -341,8 +343,8 @@ class Encoder:
     def __call__(self, task: Task) -> Encoded:
         """Encode a task. Raise the errors that `read_pieces` raises.
 
-        The pieces are encoded in batches, so that only one batch is in memory as decoded text and
-        as tokens at the same time.
+        The pieces are encoded in batches, so that at any time, only one batch is in memory in both
+        forms: as decoded text and as tokens.
         """
         bad: list[int] = []
         tokens = bytearray()

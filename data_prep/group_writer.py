@@ -1,4 +1,5 @@
-"""Writing of a group's encoded tasks to shards, and of the group's progress to a file."""
+"""Writing of a group to shards, and of the group's progress to a file. A group is a part of a
+corpus that one rank encodes and writes. It consists of tasks (see `sources.Task`)."""
 
 from typing import Self
 
@@ -15,9 +16,9 @@ class GroupWriter:
     continue after a restart.
 
     At most two shards are open at a time, one for training documents and one for held-out
-    documents. When they have at least `shard_tokens` tokens in total, both are finished at the next
-    end of a document. A document that is too long is cut, so that the total is at most 2
-    `shard_tokens`.
+    documents. When the open shards have at least `shard_tokens` tokens in total, both are finished
+    at the next end of a document. A document that is too long is cut, so that the total is at most
+    2 `shard_tokens`.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):
@@ -34,8 +35,9 @@ class GroupWriter:
 
     def add(self, encoded: Encoded) -> None:
         """Write the tokens of a task, except the tokens that are already in finished shards."""
-        # whether a segment is held out is decided by the first segment of its document, which may
-        # be in an earlier task
+        # A segment is a document, or the part of a document in one task (see `Encoded`). A segment
+        # is held out if the first segment of its document is held out, which may be in an earlier
+        # task.
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
         sides = np.where(first < 0, self._held_out, encoded.held_out[first])
         # bool [tokens]: True for tokens that are held out; None if all tokens go to the same shard

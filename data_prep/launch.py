@@ -17,8 +17,8 @@ class Team:
 
     rank: int
     size: int
-    # a collective function: it returns the values that the ranks have passed, in the order of the
-    # ranks
+    # A collective function: each rank passes a value, and gets the list of the values of all ranks,
+    # in the order of the ranks.
     allgather: Callable[[Any], list[Any]]
 
 
@@ -42,8 +42,8 @@ def launcher_ranks() -> Team:
 
 def store_scores(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
     """Compute the outputs of the model `run` for the datasets `paths`, and store them with the
-    datasets, using all ranks. On rank 0, return a table for each dataset; on all other ranks,
-    return an empty list. See `ptdmpi.evaluate.stored_scores.score` for the options and the
+    datasets, using all ranks. On rank 0, return a list with a table for each dataset; on all other
+    ranks, return an empty list. See `ptdmpi.evaluate.stored_scores.score` for the options and the
     errors."""
     from ptdmpi.comm.launch import loading, prepare
 

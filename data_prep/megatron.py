@@ -31,7 +31,8 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-# number of sequences that are read at a time; a document with more sequences is read as a whole
+# Number of sequences whose positions are read at a time. A document with more sequences is read as
+# a whole.
 _WINDOW_SEQUENCES = 1 << 18
 _MAX_LENGTH = (1 << 31) - 1  # maximum tokens in a sequence, because its length is an int32
 
@@ -59,8 +60,8 @@ class TokenBlock:
     tokens."""
 
     tokens: np.ndarray
-    # int64 [documents]: the length of each document; for a piece of a document, int64 [1]: its
-    # length
+    # Lengths in tokens: of each document, int64 [documents], or of the piece of a document, int64
+    # [1].
     lengths: np.ndarray
     first: bool  # True if the first document of the block begins in this block
     last: bool  # True if the last document of the block ends in this block
@@ -76,8 +77,8 @@ class _Places(NamedTuple):
 
 
 class MegatronIndex:
-    """An opened indexed dataset. The index and the tokens are memory-mapped, so they are read only
-    when they are needed."""
+    """An opened indexed dataset. The index and the tokens are memory-mapped, so only the parts that
+    are used are read from the disk."""
 
     def __init__(self, prefix: Path):
         """Open PREFIX.bin and PREFIX.idx. Raise InputError for files that are missing, of another
@@ -166,9 +167,9 @@ class MegatronIndex:
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield all documents, in order, in blocks of at most BLOCK_TOKENS tokens.
 
-        The blocks depend only on the documents, not on how they are divided into sequences, and not
-        on the order of the sequences in the .bin file. Raise InputError for impossible lengths,
-        offsets and bounds.
+        The blocks depend only on the documents. They do not depend on the division of the documents
+        into sequences, or on the order of the sequences in the .bin file. Raise InputError for
+        impossible lengths, offsets and bounds.
         """
         for window in self._windows():
             base = int(window[0])

@@ -18,7 +18,7 @@ from ptdmpi.data.header import token_dtype
 
 @dataclass(frozen=True)
 class GivenVocabulary:
-    """A vocabulary whose tokenizer is not known, only its size and its end-of-document id."""
+    """A vocabulary without a tokenizer: only its size and its end-of-document id are known."""
 
     name: str
     sha256: str
@@ -54,7 +54,7 @@ class MegatronCorpus:
         given: GivenVocabulary | None,
         valid_fraction: float,
     ):
-        """Open the datasets. The vocabulary is `given`, or, if `given` is None, the vocabulary of
+        """Open the datasets. The vocabulary is `given`; if `given` is None, it is the vocabulary of
         `tokenizer`. Raise InputError for a prefix or a vocabulary that cannot be used."""
         if (tokenizer is None) == (given is None):
             raise InputError("give either --tokenizer, or --vocab-size and --eod-id")
@@ -123,7 +123,7 @@ class MegatronCorpus:
         ends = np.cumsum(lengths)
         bare = tokens[ends - 1] != self.vocabulary.eod_id
         # the hash does not include the end-of-document token, so that a document has the same hash
-        # with and without it
+        # with and without this token
         texts = ends - (ended & ~bare)
         if self._valid_fraction:
             bounds = zip((ends - lengths).tolist(), texts.tolist(), strict=True)

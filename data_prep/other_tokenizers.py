@@ -10,21 +10,21 @@ from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
-# If two encodings split texts into words by different regular expressions, the tokens of this text
-# differ.
+# A sample text, whose token ids are part of the hash of an encoding. If two encodings split texts
+# into words by different regular expressions, the token ids of this text differ.
 _PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "
 MISSING = "pip install 'ptdmpi[corpus]' installs it"
 
 
 class TiktokenTokenizer:
-    """An encoding of the library tiktoken. It is one of OpenAI's encodings, whose files are in
-    tiktoken's cache (TIKTOKEN_CACHE_DIR), or it is defined by an installed `tiktoken_ext` package.
-    The names of special tokens in a text are encoded as plain text."""
+    """An encoding of the library tiktoken. The encoding is either one of OpenAI's encodings, whose
+    files are in tiktoken's cache (TIKTOKEN_CACHE_DIR), or is defined by an installed `tiktoken_ext`
+    package. The names of special tokens in a text are encoded as plain text."""
 
     def __init__(self, encoding: str, end_of_document: Sequence[str]):
         """Load the encoding. The end-of-document token is the first special token in
-        `end_of_document` that the encoding has. If it has none of them, a new id after the
-        vocabulary is used. Raise InputError if the library or the encoding is missing."""
+        `end_of_document` that the encoding has. If the encoding has none of these tokens, a new id
+        after the vocabulary is used. Raise InputError if the library or the encoding is missing."""
         try:
             import tiktoken
         except ImportError as error:

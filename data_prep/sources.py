@@ -45,8 +45,8 @@ class CorpusFile:
     [start, stop) of the file."""
 
     path: Path
-    # the file name as the user gave it, or relative to the directory that the user gave; it is part
-    # of the identity of the corpus
+    # The name of the file: the given name, or, in a given directory, the path relative to this
+    # directory. A restart compares this name with the name in the stored state.
     name: str
     kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
     size_bytes: int  # size of the file on the disk, in bytes
@@ -113,9 +113,9 @@ def find_sources(
     """Return the files of the corpus, in the order of `inputs`. The files of a directory are
     returned in sorted order.
 
-    A usable file is a .txt, .jsonl or .parquet file, or has one of the `suffixes`, and is then read
-    like a .txt file. All except .parquet files may be compressed (.gz, .bz2, .xz or .zst). An input
-    may also be the name of a data set of the Hugging Face hub, which is downloaded. Raise
+    A usable file is a .txt, .jsonl or .parquet file, or a file with one of the `suffixes`, which is
+    read like a .txt file. All except .parquet files may be compressed (.gz, .bz2, .xz or .zst). An
+    input may also be the name of a data set of the Hugging Face hub, which is downloaded. Raise
     InputError for a missing input, an unusable file (the message lists usable files, followed by
     `more`), and a file that is given twice. Also raise the errors of `regular_files`.
     """
@@ -182,8 +182,8 @@ def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[
     """Return groups of consecutive files or slices. Each group, except the last one, has at least
     `group_bytes` bytes on the disk.
 
-    A shard contains tokens of only one group. Therefore groups can be divided among ranks before it
-    is known how many tokens they have.
+    A shard contains tokens of only one group. Therefore groups can be divided among ranks before
+    the number of their tokens is known.
     """
     groups: list[list[CorpusFile]] = []
     size_bytes = group_bytes
@@ -221,7 +221,7 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
 def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, in blocks. If `source` is a slice that does not start
     at the first byte of the file, the first yielded byte is the last byte before the slice. The
-    blocks continue to the end of the file, also if the slice ends before it.
+    blocks continue to the end of the file, even if the slice ends earlier.
 
     `advance` is called with the number of bytes read from the disk. Raise InputError for a file
     that cannot be read or decompressed.
@@ -273,8 +273,8 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
     """Yield a pair (piece, True for the last piece) for each piece of a document. A piece has at
     most PIECE_BYTES bytes.
 
-    The pieces depend only on the bytes of the document, not on how they are divided into `blocks`.
-    An empty document yields one empty piece.
+    The pieces depend only on the bytes of the document, not on the division of these bytes into
+    `blocks`. An empty document yields one empty piece.
     """
     buffer = bytearray()
     for block in blocks:
@@ -319,8 +319,8 @@ def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Itera
     position = source.start
     if not position:
         return 0, blocks
-    # also look at the byte before the slice: if it is a line end, a line begins exactly at the
-    # slice
+    # Also read the byte before the slice. If this byte is a line end, a line begins exactly at the
+    # start of the slice.
     position -= 1
     for block in blocks:
         at = block.find(b"\n") + 1
@@ -355,7 +355,8 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
     source_start = start
     buffer = bytearray()
     line = 1
-    # number of bytes of `buffer` that do not contain the line end at which the chunk ends
+    # number of bytes at the beginning of `buffer` in which the line end that ends the chunk cannot
+    # be
     searched = TASK_BYTES - 1
 
     def chunk(data: bytes) -> Chunk:
@@ -429,7 +430,7 @@ def row_chunks(path: str, rows: Iterable[tuple[int, bytes]]) -> Iterator[Chunk]:
 def _parquet_chunks(
     source: CorpusFile, text_field: str, advance: Callable[[int], object]
 ) -> Iterator[Chunk]:
-    """Yield chunks of a Parquet file, each of which consists of complete texts."""
+    """Yield chunks of a Parquet file. Each chunk consists of complete texts."""
     rows = read_rows(source.path, text_field, source.start, source.stop)
     yield from row_chunks(str(source.path), rows)
     advance(size_on_disk(source))

@@ -1,11 +1,12 @@
 """The state of a tokenization on the disk: inputs, options and progress. A restart continues from
 this state.
 
-While shards are made, each output directory contains a folder `.unfinished`, so that no incomplete
-corpus is used for training by mistake. The file `identity.json` in this folder contains the inputs
-and options. In the main output directory, `.unfinished` also contains a small file for each group,
-with the group's progress. At the end, `.unfinished` is removed, and `tokenize.json` contains the
-inputs and options of the finished shards."""
+While shards are made, each output directory contains a folder `.unfinished`. A training run refuses
+a directory with this folder, so that no incomplete corpus is used by mistake. The file
+`identity.json` in this folder contains the inputs and options. In the main output directory,
+`.unfinished` also contains a small file for each group, with the group's progress. At the end,
+`.unfinished` is removed, and `tokenize.json` contains the inputs and options of the finished
+shards."""
 
 import hashlib
 import json
@@ -73,8 +74,8 @@ class GroupProgress:
     task: int = 0  # index of the task in which the next shard begins
     token: int = 0  # index of the next shard's first token within that task
     held_out: bool = False  # True if the document that continues at this position is held out
-    # the token counters are sums over the finished shards; all other counters are sums over the
-    # tasks before `task`
+    # `train_tokens` and `valid_tokens` are sums over the finished shards. All other counters are
+    # sums over the tasks before `task`.
     counters: CorpusCounters = CorpusCounters()
     complete: bool = False
 
@@ -197,7 +198,8 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
 
 
 def _nothing_held_out(documents: int) -> str:
-    """Return the error message for a corpus without any held-out document."""
+    """Return the error message for a corpus without any held-out document. The message names a
+    fraction that is large enough."""
     # with a fraction of 5 / documents, the probability that no document is held out is about
     # exp(-5), which is below 1 %
     enough = min(0.5, math.ceil(500 / max(1, documents)) / 100)
@@ -305,8 +307,8 @@ class RunState:
         return None
 
     def _make_outputs(self) -> None:
-        """Create the output directories, and lock them. Raise InputError if they cannot be written
-        to."""
+        """Create the output directories, and lock them. Raise InputError if an output directory
+        cannot be written to."""
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,9 @@ class StreamOptions:
 
     @staticmethod
     def taken_from(given: dict[str, Any]) -> "StreamOptions | None":
-        """Remove the options about streams from `given`, the options of a command. Return them, or
-        None without --stream. Raise InputError if an option that needs --stream is given without
-        it."""
+        """Remove the options about streams from `given`, the options of a command. Return a
+        `StreamOptions` object with their values, or None without --stream. Raise InputError if one
+        of these options is given without --stream."""
         names = [field.name for field in fields(StreamOptions)]
         values = {name: value for name in names if (value := given.pop(name)) is not None}
         if given.pop("stream"):
@@ -48,8 +48,8 @@ class StreamedTexts:
 
     def __init__(self, given: str, text_field: str, options: StreamOptions):
         """Open the data set `given`: "org/name", "org/name@revision" or a folder. Without a
-        revision, the newest one is read. Raise InputError if the data set, its subset or its split
-        cannot be read."""
+        revision, the newest revision is read. Raise InputError if the data set, its subset or its
+        split cannot be read."""
         self._options = options
         self._field = text_field
         self._name, _, revision = given.partition("@")
@@ -99,9 +99,10 @@ class StreamedTexts:
         }
 
     def tasks(self, group: int, advance: Callable[[int], object]) -> Iterator[Task]:
-        """Yield the tasks of one group. A group is one file of the data set, or, if `documents` is
-        set, the first documents of the data set. `advance` is called with the number of bytes of
-        each text. Raise InputError if the stream breaks off, or if a row has no text."""
+        """Yield the tasks of one group. Usually, a group is one file of the data set. If
+        `documents` is set, the only group has the first documents of the data set. `advance` is
+        called with the number of bytes of each text. Raise InputError if the stream breaks off, or
+        if a row has no text."""
         where = str(self)
         rows = self._rows
         if self._options.documents is not None:
@@ -150,8 +151,8 @@ def _files(folder: Path) -> dict[str, Any]:
 
 
 def _library(given: str) -> ModuleType:
-    """Import the package `datasets`, and disable its progress bars. Raise InputError if it is not
-    installed."""
+    """Import the package `datasets`, and disable its progress bars. Raise InputError if the package
+    is not installed."""
     try:
         import datasets
     except ImportError as error:

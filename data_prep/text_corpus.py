@@ -1,5 +1,5 @@
 """A corpus of texts, from files or from a stream. The process of a rank divides the texts into
-groups and reads them, and its worker processes encode them."""
+groups and reads the texts. The worker processes of the rank encode the texts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from ptdmpi.config import InputError
 # The usual number of bytes of text per token, for tokenizers with large vocabularies. With this
 # ratio, a group of files gives about one shard.
 _TEXT_BYTES_PER_TOKEN = 4
-# if a process encodes fewer bytes than this, its start costs more time than it saves
+# if a worker process encodes fewer bytes than this, its start takes more time than its work saves
 _BYTES_PER_WORKER = 1 << 21
 
 
@@ -158,8 +158,8 @@ class TextCorpus:
         options."""
         skipping = {}
         if self._options.encode.skip_bad_lines:
-            # this option is left out if it is not set, so that this version can continue the
-            # outputs of older versions
+            # the option is stored only if it is set, because older versions did not have it, and
+            # this version must be able to continue their outputs
             skipping["skip_bad_lines"] = True
         return {
             "tokenizer": self.vocabulary.name,
@@ -182,8 +182,9 @@ class TextCorpus:
         return self._texts.tasks(group, work.advance)
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return the functions that find duplicates: first, each rank reads its groups; then rank 0
-        compares the keys of all documents."""
+        """Return the two functions that find duplicates. In the first function, each rank reads its
+        groups and stores the keys of the documents. In the second function, rank 0 compares the
+        keys of all documents."""
         if self._options.deduplicate is None:
             return ()
         duplicates = self._duplicates = Duplicates(folder, self._options.deduplicate)

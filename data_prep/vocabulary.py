@@ -60,8 +60,9 @@ class Tokenizer(Vocabulary, Protocol):
 
 
 class MarkedTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can also encode the names of special tokens as these tokens. A chat template
-    writes texts with such names."""
+    """A tokenizer that can also encode the name of a special token in a text, such as
+    <|endoftext|>, as this token. This is needed for chat templates, which write such names into
+    texts."""
 
     special: frozenset[str]  # names of the tokenizer's special tokens
 
@@ -118,9 +119,9 @@ class HuggingFaceTokenizer:
     """A tokenizer from a `tokenizer.json` file.
 
     The end-of-document token is the token that ends a text according to the model's files in the
-    same folder. If these files do not name it, the first name in END_OF_DOCUMENT that is in the
-    vocabulary is used. If none of these names is in the vocabulary, a new id after the vocabulary
-    is used. The names of special tokens in texts are encoded as plain text, except by
+    same folder. If these files do not name such a token, the first name in END_OF_DOCUMENT that is
+    in the vocabulary is used. If none of these names is in the vocabulary, a new id after the
+    vocabulary is used. The names of special tokens in texts are encoded as plain text, except by
     `encode_marked`.
     """
 
@@ -265,10 +266,11 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return _load_file(path, str(name).startswith(GIGATOKEN), state)
 
 
-# a process asks for its tokenizer twice, and loading a large vocabulary takes half a second
+# the result is cached, because a process asks for its tokenizer twice, and loading a large
+# vocabulary takes half a second
 @lru_cache(1)
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
-    """Load the tokenizer in the file `path`; with the library gigatoken if `fast` is True. `state`
+    """Load the tokenizer in the file `path`. If `fast` is True, use the library gigatoken. `state`
     contains the sizes and modification times of all files of the tokenizer. It is an argument only
     to be part of the cache key."""
     if fast:
@@ -279,10 +281,10 @@ def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> To
 
 
 def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
-    """Return the id that ends a text, according to the files in a tokenizer's folder: the id of
-    `eos_token` in TOKENIZER_CONFIG, or, if the vocabulary has no such token, the first
-    `eos_token_id` in the files NAMING that is in the vocabulary. Return None if the files name no
-    token of the vocabulary. Raise InputError for a damaged file."""
+    """Return the id that ends a text, according to the files in a tokenizer's folder. If the
+    vocabulary has the `eos_token` of TOKENIZER_CONFIG, this is the id of that token. Otherwise it
+    is the first `eos_token_id` in the files NAMING that is in the vocabulary. Return None if the
+    files name no token of the vocabulary. Raise InputError for a damaged file."""
     if (folder / TOKENIZER_CONFIG).is_file():
         token = json_object(folder / TOKENIZER_CONFIG).get("eos_token")
         if isinstance(token, dict):

@@ -47,7 +47,8 @@ if [ "${PTDMPI_SHARED_CORES:-1}" != 0 ]; then
     _policy=${PRTE_MCA_rmaps_default_mapping_policy:-slot:oversubscribe}
     export PRTE_MCA_rmaps_default_mapping_policy=$_policy
     unset _policy
-    # Do not bind ranks to cores, in Open MPI 4 and 5: two jobs would be bound to the same cores.
+    # Do not bind ranks to cores, in Open MPI 4 and 5, because two jobs would be bound to the same
+    # cores.
     export OMPI_MCA_hwloc_base_binding_policy="${OMPI_MCA_hwloc_base_binding_policy:-none}"
     export PRTE_MCA_hwloc_default_binding_policy="${PRTE_MCA_hwloc_default_binding_policy:-none}"
     # A waiting rank yields its core to other ranks. If it did not, a message would take 4 ms more.

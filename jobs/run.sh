@@ -21,12 +21,12 @@
 # In the arguments, %a is replaced by the number of this task in a job array.
 #
 # A run is complete if its run directory contains the file `done`. The launcher's exit code is not
-# enough to decide this, because mpirun can return 0 after it has lost a node. If the run is not
-# complete, and the attempt ended with exit code 75 (stopped on request after saving) or with a
-# failure (a crash, a lost node), this file requests another attempt, which resumes from the newest
-# checkpoint. No other attempt is requested after exit code 2 (bad input), after exit code 3
-# (corrupt state: first examine the hosts that the log names), and after the job was cancelled.
-# There is no `set -e`, because this file handles the exit codes itself.
+# enough to decide whether a run is complete, because mpirun can return 0 after it has lost a node.
+# If the run is not complete, and the attempt ended with exit code 75 (stopped on request after
+# saving) or with a failure (a crash, a lost node), this file requests another attempt, which
+# resumes from the newest checkpoint. No other attempt is requested after exit code 2 (bad input),
+# after exit code 3 (corrupt state: first examine the hosts that the log names), and after the job
+# was cancelled. There is no `set -e`, because this file handles the exit codes itself.
 set -uo pipefail
 
 say() { printf '== %(%F %T)T job: %s\n' -1 "$*"; }

@@ -33,9 +33,10 @@ Group = list[Conversation]
 
 
 class Conversations:
-    """A reader of conversations from JSON lines. `messages_of` is a function that takes a record
-    and returns the messages of each conversation in it, or raises BadConversation. If
-    `skip_bad_lines` is True, lines that cannot be used are left out, and counted in `bad_lines`."""
+    """A reader of conversations from JSON lines. `messages_of` is a function that takes a record,
+    and returns the messages of each conversation in this record. It raises BadConversation if the
+    record has no conversation. If `skip_bad_lines` is True, lines that cannot be used are left out,
+    and counted in `bad_lines`."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class Conversations:
         self.bad_lines = 0
 
     def __call__(self, task: Task) -> list[Group]:
-        """Return, for each record of a task in order, the conversations of the record. If a line
-        cannot be used and `skip_bad_lines` is False, raise an InputError that names the file and
-        the line."""
+        """Return, for each record of `task` in order, the conversations of the record. A task
+        consists of some lines of the input (see `sources.Task`). If a line cannot be used and
+        `skip_bad_lines` is False, raise an InputError that names the file and the line."""
         rendered = []
         sizes = []  # number of conversations of each record
         for chunk in task.chunks:
@@ -113,7 +114,7 @@ def _of_array(line: bytes) -> str:
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     """Yield every text in a message, including keys and the texts in nested values, because a
-    template may write any of them (a role, a name, the arguments of a tool call)."""
+    template may write any of these texts (a role, a name, the arguments of a tool call)."""
     left: list[Any] = [message]
     while left:
         value = left.pop()
@@ -151,6 +152,7 @@ def firsts(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray
 
 
 def pieces(tasks: Iterator[Task], read: Conversations) -> Iterator[Group]:
-    """Yield, for each record of all tasks in order, the conversations of the record."""
+    """Yield, for each record of all tasks in order, the conversations of the record. `read` is the
+    reader of the tasks."""
     for task in tasks:
         yield from read(task)

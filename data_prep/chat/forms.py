@@ -105,8 +105,8 @@ def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mess
 
 
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of an alpaca record. If the record has an input, it follows the
-    instruction on a new line."""
+    """Return the messages of an alpaca record. If the record has an input, the input is added to
+    the instruction on a new line."""
     history = record.get("history") or []
     earlier: list[Message] = []
     if not isinstance(history, list):
@@ -120,8 +120,8 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
 
 
 def instruction_of(record: Mapping[str, Any]) -> str:
-    """Return the instruction of an alpaca record. If the record has an input, it is added on a new
-    line. Raise BadConversation if the input is not a text."""
+    """Return the instruction of an alpaca record. If the record has an input, the input is added on
+    a new line. Raise BadConversation if the input is not a text."""
     more = record.get("input") or ""
     if not isinstance(more, str):
         raise BadConversation('"input" is not a text')
@@ -173,8 +173,8 @@ def counted_answers(
     those in messages with "weight" 0.
 
     `answers` are the spans of all answers in the text, in the order of the messages. Raise
-    BadConversation for a weight other than 0 and 1. Also raise it if the template does not write
-    each answer exactly once.
+    BadConversation for a weight other than 0 and 1. Also raise BadConversation if a message has
+    "weight" 0 but the template does not write each answer exactly once.
     """
     weights = [message.get("weight", 1) for message in messages if message["role"] == ANSWER]
     if any(weight not in (0, 1) for weight in weights):

@@ -33,10 +33,10 @@ from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, fi
 from ptdmpi.data.shard_writer import ShardWriter
 
 MOST_LENGTH = 1 << 28  # maximum tokens in a row, because a complete row must fit into memory
-# maximum number of unfinished rows; a conversation is placed in the first unfinished row that has
-# room for it
+# Maximum number of unfinished rows in memory. A conversation is placed in the first unfinished row
+# that has enough room.
 OPEN_ROWS = 64
-# names of those CorpusCounters that the final table shows
+# names of the fields of CorpusCounters that the final table shows
 COUNTED = (
     "documents",
     "answers",
@@ -90,9 +90,9 @@ class RowWriter:
     """A writer that packs conversations into rows (first fit), and writes the rows to shards in one
     directory.
 
-    A row has `seq_length` tokens. It consists of conversations, each of which is a document, and of
-    padding. The padding is one more document that consists of end-of-document tokens, which are not
-    labels. The conversations of one record form a group, and are next to each other in one row.
+    A row has `seq_length` tokens. It consists of conversations and of padding. Each conversation is
+    a document. The padding is one more document; it consists of end-of-document tokens, which are
+    not labels. The conversations of one record form a group, and are next to each other in one row.
     Sample j of a shard is row j. The label of the last token of a row is the first token of the
     next row, so each shard ends with one extra token. The loss ignores this label.
     """
@@ -243,8 +243,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     if done is None:
         try:
             state.save(0, _write(corpus, output))
-            # store the template next to the shards, because it is needed for a conversation with a
-            # model that was trained on them
+            # store the template next to the shards, because a conversation with a model that was
+            # trained on these shards needs the same template
             for directory in output.outputs:
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)

@@ -1,7 +1,8 @@
 """The common formats of preference pairs. A pair consists of a preferred answer and a rejected
 answer to the same prompt.
 
-A record has the fields "chosen" and "rejected", each of which is one of these:
+A record has the fields "chosen" and "rejected". Each of these two fields has one of the following
+values:
 
 - a text, or one message: the answer to the prompt, which is in another field (`_prompt`)
 - a list of messages that begins with an answer; the prompt is in another field (TRL's

@@ -1,5 +1,5 @@
-"""Adapters and their frozen base model: the entries about them in the manifest of a checkpoint, and
-the check whether a run may resume from a checkpoint of adapters."""
+"""Adapters and their frozen base model. This module defines the entries about adapters in the
+manifest of a checkpoint, and the check whether a run may resume from a checkpoint of adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,8 +63,8 @@ class Adapted:
 
 
 def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
-    """Return the adapters that a manifest describes; None if the checkpoint contains a full model.
-    Raises InputError for a damaged entry."""
+    """Return the adapters that the manifest `said` of the checkpoint at `path` describes. Return
+    None if the checkpoint contains a full model. Raises InputError for a damaged entry."""
     table = said.get(KEY)
     if table is None:
         return None
@@ -78,8 +78,9 @@ def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
 
 
 def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> None:
-    """Raise InputError if the checkpoint at `path` contains only adapters but `whole` is True (a
-    full model is required), or if it contains a full model but `whole` is False."""
+    """Raise InputError if the checkpoint at `path` is of the wrong kind. If `whole` is True, it
+    must contain a full model; if `whole` is False, it must contain only adapters. `said` is the
+    content of the checkpoint's manifest."""
     adapted = adapted_of(path, said)
     if adapted is None and not whole:
         raise InputError(

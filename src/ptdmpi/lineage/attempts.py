@@ -2,8 +2,8 @@
 was trained, and why each attempt ended.
 
 An attempt is one start of the training program. An attempt appends one line to `history.jsonl` in
-the run directory when it begins to train, and one line when it ends. If an attempt was killed, its
-second line is missing, and its last step is known only from `metrics.jsonl`.
+the run directory when its training begins, and one line when the attempt ends. If an attempt was
+killed, its second line is missing, and its last step is known only from `metrics.jsonl`.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ HISTORY = "history.jsonl"
 @dataclass(frozen=True)
 class PastAttempt:
     """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If the attempt was
-    killed, its end is unknown and `last` is None. `config` is the complete configuration, and
+    killed, its end is unknown and `last` is None. `began` and `ended` are times in ISO format.
+    `how` describes the state from which the attempt began, and `why` is the reason for its end;
+    `ended` and `why` are empty if the end is unknown. `config` is the complete configuration, and
     `changed` lists its differences from the configuration of the previous attempt. `trained_on` is
     the result of `TrainedOn.as_json`: plain JSON, so that a program can read the history without
     importing the modules for data."""

@@ -65,8 +65,8 @@ class Course:
 
     def require_tokenizer(self, path: Path, sha256: str | None) -> None:
         """Raise InputError if the weights at `path` have another tokenizer than the data. `sha256`
-        is the hash of the weights' tokenizer; if it is None, the tokenizer is unknown and nothing
-        is checked."""
+        is the hash of the weights' tokenizer. If `sha256` is None, this tokenizer is unknown, and
+        nothing is checked."""
         if sha256 not in (None, self.now.tokenizer_sha256):
             raise InputError(
                 f"{path} has a tokenizer of sha256 {sha256[:12]}, the shards were made with "
@@ -101,8 +101,9 @@ class Course:
         return self.trained_on.last.tokens_after(step)
 
     def drawn(self, step: int) -> dict[str, list[float]]:
-        """Return, for each dataset that the run has seen, the number of samples and the number of
-        epochs that were used after `step` steps."""
+        """Return a dict with two lists: the numbers of samples ("samples_drawn") and of epochs
+        ("epochs") that were used after `step` steps. Each list has one number for each dataset that
+        the run has seen."""
         sources = self.trained_on.last.drawn(self.order, step)
         return {
             "samples_drawn": [source.drawn for source in sources],

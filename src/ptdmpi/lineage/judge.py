@@ -1,10 +1,10 @@
 """The decision whether a run may continue from a checkpoint with its present data and
 configuration.
 
-There are three cases. If neither the settings nor the data have changed, the run continues. If a
-setting or the data has changed, the run stops with a one-line error that names the change and the
-legal values. If only the data or its order has changed, and the user has allowed this (`data.change
-= "from here"`), the run continues and logs the changes.
+Settings that may change on resume do not stop the run; their changes are logged. If the data or its
+order has changed, the run continues only if the user has allowed this (`data.change = "from
+here"`), and logs the change. After any other change, the run stops with a one-line error that names
+the change and the legal values.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -25,9 +25,10 @@ FREE_TO_CHANGE = {
 # keys of [model] that change the function of a model, but may leave the shapes of its tensors
 # unchanged
 HEADS = ("heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
-# Keys of [model] that may differ between the model with adapters and its base model: the keys that
-# may change between two starts, the sequence length, `kind` (which only sets the defaults of other
-# keys), and `vocab_size` (the shapes of the tensors would reveal a difference).
+# Keys of [model] that may differ between the model with adapters and its base model. These are the
+# keys that may change between two starts, and three more: the sequence length; `kind`, which only
+# sets the defaults of other keys; and `vocab_size`, because the shapes of the tensors would reveal
+# a difference.
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because a task's head replaces the head of the base model
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
@@ -164,10 +165,9 @@ def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
     """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
-    Comparing the shapes of the tensors is not enough: with a different number of heads or a
-    different activation, the shapes may be the same, but the model would silently compute a
-    different function. `otherwise` is added to the legal values in the message, except for keys in
-    HEADS."""
+    Comparing the shapes of the tensors is not enough: with another number of heads or another
+    activation, the model would silently compute another function, although the shapes may be the
+    same. `otherwise` is added to the legal values in the message, except for keys in HEADS."""
     here = config.model.model_dump()
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
@@ -202,8 +202,9 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
         if key == "model.vocab_size" and value == 0:
-            # 0 means the size that the data needs; if this size has changed, the shapes of the
-            # tensors have changed, too, and loading the checkpoint raises an error
+            # The value 0 means the size that the data needs. Do not compare this size here: if it
+            # has changed, the shapes of the tensors have changed, too, and loading the checkpoint
+            # raises an error.
             continue
         if key in old and old[key] != value:
             yield f"{key} {old[key]} -> {value}"

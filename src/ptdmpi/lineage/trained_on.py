@@ -1,11 +1,12 @@
 """The data on which a run was trained: the tokenizer (with a hash), the datasets, and the order of
 the samples.
 
-The steps of a run are divided into stretches. Within a stretch, all samples come from one order. If
-`data.change` permits it, a new stretch begins when a run continues with other data, another
-mixture, seed or batch size, or when the samples are divided over another number of ranks
-(`data.split`). Nearly all runs have only one stretch. The counts of samples and tokens start at the
-beginning of the run, not at the beginning of a stretch.
+The steps of a run are divided into stretches. Within a stretch, all samples come from one order. A
+new stretch begins when a run continues with other data, another mixture, another seed or another
+batch size. It also begins when the samples are divided among another number of ranks
+(`data.split`). All these changes need the setting `data.change = "from here"`. Nearly all runs have
+only one stretch. The counts of samples and tokens start at the beginning of the run, not at the
+beginning of a stretch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,12 +59,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive steps whose samples come from one order. `step`, `sample` and `tokens` are the
-    numbers of steps, samples and tokens that were trained before the stretch. `gone` has the
-    datasets that were used only before this stretch; their field `drawn` is the number of samples
-    used. If `ranks` is greater than 1, the samples are divided among this number of data ranks, and
-    each data rank reads only its own samples. If `ranks` is 1, all data ranks read from all
-    samples."""
+    """Consecutive steps whose samples come from one order of samples (see `SampleOrder`). `step`,
+    `sample` and `tokens` are the numbers of steps, samples and tokens that were trained before the
+    stretch. `gone` has the datasets that were used only before this stretch; their field `drawn` is
+    the number of samples used. If `ranks` is greater than 1, the samples are divided among this
+    number of data ranks, and each data rank reads only its own samples. If `ranks` is 1, all data
+    ranks read from all samples."""
 
     step: int
     sample: int
@@ -134,9 +135,9 @@ class TrainedOn:
 
     @classmethod
     def from_json(cls, table: Any) -> Self | None:
-        """Return the object whose JSON `as_json` wrote. Return None if `table` is None, which
-        happens for files of older versions of this program. Raise ValueError for a value that
-        `as_json` cannot have written."""
+        """Return the object that `as_json` has converted to the JSON `table`. Return None if
+        `table` is None, which happens for files of older versions of this program. Raise ValueError
+        for a value that `as_json` cannot have written."""
         if table is None:
             return None
         try:
@@ -158,8 +159,8 @@ def _stretch(table: Mapping[str, Any]) -> Stretch:
 
 
 def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
-    """Return the data of a new run with this configuration. `train` are the datasets in the order
-    of `data.train`."""
+    """Return a description of the data of a new run with the configuration `config`. `train` are
+    the datasets in the order of `data.train`."""
     length = config.model.text_length
     sources = tuple(
         Source(

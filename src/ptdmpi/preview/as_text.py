@@ -57,8 +57,8 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
     commands = " && ".join(f"ptdmpi-data verify {shlex.quote(path)}" for path in paths)
     not_read = f"opened, but not read through; to do that: {commands}"
-    # Files of a task are read completely for the preview, so `not_read` would be wrong for them:
-    # their entry "told" has remarks about their content, which are shown instead.
+    # Files of a task are read completely for the preview, so `not_read` would be wrong for them.
+    # Instead, the remarks about their content in the entry "told" are shown.
     rows.append(("", "; ".join(forecast["told"]) or not_read))
     return rows
 

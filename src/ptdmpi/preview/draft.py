@@ -104,9 +104,9 @@ class Wish:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that the drafted configuration trains: the name for the title of the file, the
-    section [model], the published training settings of the model (`recipe`), and the section
-    [adapt]."""
+    """The model that the drafted configuration trains. `name` is its name in the title of the file,
+    and `section` is the section [model]. `recipe` has the published training settings of the model,
+    and `adapt` is the section [adapt]; both may be empty."""
 
     name: str
     section: dict[str, Any]
@@ -188,9 +188,10 @@ def _precision(wish: Wish) -> str:
 def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
-    By default, the result has the directories that `wish` names. If the data directory of `wish`
-    contains no shards but a folder `train`, the result has the folders `train` and `valid` in this
-    directory.
+    Usually these are the directories that `wish` names. If the data directory of `wish` contains a
+    folder `train` but no shards, the training shards are in this folder. In this case, if `wish`
+    names no directory of validation shards, the validation shards are in the folder `valid` of the
+    data directory, if this folder exists.
     """
     train = wish.data
     valid = wish.valid
@@ -202,12 +203,13 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
 
 
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
-    """Return the configuration with a layout: the best layout on the cluster that `wish` names, or,
-    without a cluster, the first layout that fits into memory.
+    """Return the configuration with a layout. If `wish` names a cluster, this is the best layout on
+    the cluster; otherwise it is the first layout that fits into memory.
 
-    Without a cluster, the layouts are tried in this order: less recomputation first; with equal
-    recomputation, fewer ranks per model first; then larger microbatches first. Raise InputError if
-    no layout fits.
+    Without a cluster, layouts with less recomputation are tried first. Among layouts with equal
+    recomputation, those with fewer ranks per model are tried first, and among these, those with a
+    smaller tensor axis, and then those with larger microbatches. Raise InputError if no layout
+    fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))

@@ -28,10 +28,10 @@ def show(
     """Print the preview of a configuration.
 
     If a launcher started several ranks, all of them may call this function, but only rank 0 prints.
-    `ranks` is the number of ranks of the run. If `ranks` is None, the number of started ranks is
-    used, or, without a launcher, the number of ranks that the configuration needs. `cluster`
-    replaces run.cluster. If `auto` is True, the preview is of the best layout, which the function
-    searches first. Raise InputError if the run would not start.
+    `ranks` is the number of ranks of the run. If `ranks` is None and a launcher has started several
+    ranks, their number is used. Without a launcher, the number of ranks that the configuration
+    needs is used. `cluster` replaces run.cluster. If `auto` is True, the function first searches
+    for the best layout, and previews this layout. Raise InputError if the run would not start.
     """
     if launched_rank():
         return
@@ -50,9 +50,9 @@ def show(
 
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
-    """Return the number of ranks with an explanation. The number is `given` unless it is None. If
-    `given` is None, the number is how many ranks a launcher started. Without a launcher, it is how
-    many ranks the run needs."""
+    """Return the number of ranks with an explanation. If `given` is not None, return this number.
+    Otherwise the number of ranks that a launcher has started is used, or, without a launcher, the
+    number of ranks that the run needs."""
     started = launched_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)

@@ -39,7 +39,7 @@ from ptdmpi.train.feed import source_of
 
 # Three tables for the function `timed`, which returns the keys that change the time of a step.
 # UNTIMED_SECTIONS lists sections without such keys. UNTIMED_KEYS lists keys that do not change the
-# time. For sections in which only a few keys change the time, TIMED_KEYS lists these keys.
+# time. In the sections of TIMED_KEYS, only the listed keys change the time.
 UNTIMED_SECTIONS = ("checkpoint", "log")
 UNTIMED_KEYS = {
     "adapt": {"base"},
@@ -204,8 +204,8 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
 
 
 def _memory(room: _Room) -> dict[str, Any]:
-    """Return, in bytes, the memory that each rank has, and the memory that a step needs on the rank
-    that needs the most. "fits" is None if the memory of a rank is unknown."""
+    """Return the memory of each rank, and the memory that a step needs on the rank that needs the
+    most, both in bytes. "fits" is None if the memory of a rank is unknown."""
     rank, need = room.step.largest()
     on_hosts = room.step.on_hosts()
     fits = None
@@ -228,8 +228,8 @@ def _sent(config: Config, vocab_size: int, step: int) -> dict[str, Any]:
     computed from closed forms.
 
     The entry "traffic" maps group of ranks -> kind of message -> {"messages", "bytes"}. The entry
-    "is_exact" is False in two cases: if compressed gradients are sent, because the closed form of
-    their length is exact only for large matrices; and if tokens are sent to experts on other ranks,
+    "is_exact" is False if compressed gradients are sent, because the closed form of their length is
+    exact only for large matrices. It is also False if tokens are sent to experts on other ranks,
     because the numbers of these tokens are not known in advance.
     """
     traffic = StepTraffic.of_config(config, vocab_size)
@@ -253,9 +253,9 @@ def _here(local_ranks: int) -> tuple[int, str]:
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
     """Return the time of one step and of the remaining `steps`. If a cluster is named, the step
     time is predicted for this cluster. If no cluster is named, the step time is the measured time
-    of earlier steps of this run, provided that the newest of these steps was trained with the same
-    values of all keys that change the step time (`timed`). In all other cases the step time is
-    None."""
+    of earlier steps of this run. These measurements are used only if the newest step was trained
+    with the same values of all keys that change the step time (`timed`). In all other cases the
+    step time is None."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:

@@ -25,9 +25,9 @@ def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
     """Return two values: the number of ranks that the configuration `tree` needs, and True if no
     other number of ranks is legal.
 
-    If parallel.data is "auto", the data axis is assumed to have 1 rank, or, if
-    data_parallel.topology names a file with a graph, as many ranks as the graph. The configuration
-    tree may have mistakes.
+    If parallel.data is "auto", the data axis is assumed to have 1 rank. But if
+    data_parallel.topology names a file with the communication graph of the data ranks, the data
+    axis is assumed to have as many ranks as this graph. The configuration tree may have mistakes.
     """
     tensor = _positive(tree, "parallel", "tensor") or 1
     context = _positive(tree, "parallel", "context") or 1
@@ -47,11 +47,11 @@ def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:
 
 
 def _graph_ranks(tree: Mapping[str, Any]) -> int:
-    """Return the number of ranks of the communication graph in a file of edges; 1 if there is no
-    such file.
+    """Return the number of ranks in the communication graph, if data_parallel.topology names a file
+    with such a graph. Otherwise return 1.
 
-    The result is also 1 if the section [data_parallel] or the file has mistakes, because other
-    checks report them.
+    The result is also 1 if the section [data_parallel] or the file has mistakes. Other checks
+    report these mistakes.
     """
     try:
         return file_ranks(DataParallelConfig.model_validate(tree.get("data_parallel", {}))) or 1

@@ -20,9 +20,9 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     """Return the step and the path of the checkpoint that the run would resume from.
 
     In the returned dict, the entry "changed" lists the differences between this configuration and
-    the configuration that wrote the checkpoint. The entry "says" is a sentence that tells the user
-    from where the run resumes, and what has changed. If the run begins anew, "step" is 0 and "path"
-    is None. Raise InputError if the run may not resume.
+    the configuration that wrote the checkpoint. The entry "says" is a text for the user: it names
+    the checkpoint from which the run resumes, and the differences. If the run begins anew, "step"
+    is 0 and "path" is None. Raise InputError if the run may not resume.
     """
     if config.adapt.adapts:
         _stand_on_base(config, course)
@@ -74,8 +74,8 @@ def _stand_on_base(config: Config, course: Course) -> None:
 
 def _begins_anew(config: Config, own: Path, existing: int) -> str:
     """Return the text of the entry "says" for a run that begins at step 0. `own` is the folder of
-    the run's checkpoints, and `existing` is the number of checkpoints in it, which the run will
-    move to another folder."""
+    the run's checkpoints, and `existing` is the number of checkpoints in this folder. The run will
+    move them to another folder."""
     said = "begins anew"
     if existing:
         said += f"; the {counted(existing, 'checkpoint')} of {own} will be set aside"

@@ -30,9 +30,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# For a collective inside an op: group of ranks -> part of the step to which its time is added. The
-# messages of attention over the context axis, and the messages to experts, are added to the tensor
-# axis, because the prediction does the same.
+# INSIDE maps a group of ranks to a part of a step. If an op contains a collective of this group,
+# the time of the collective is added to this part. The messages of attention over the context axis,
+# and the messages to experts, are added to the tensor axis, because the prediction does the same.
 INSIDE = {
     "tensor": "tensor axis",
     "context": "tensor axis",
@@ -142,8 +142,9 @@ def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def comparison(measured: Timeline, foreseen: Timeline) -> dict[str, Any]:
-    """Return the seconds of the parts of the measured step and of the predicted step, the relative
-    error of the predicted step time, and the part with the largest difference."""
+    """Return a table that compares the measured step with the predicted step. It has the seconds of
+    each part of both steps, the relative error of the predicted step time, and the part with the
+    largest difference."""
     measured_s = parts(measured)
     predicted_s = parts(foreseen)
     differences = {name: measured_s[name] - predicted_s[name] for name in measured_s}
@@ -193,9 +194,9 @@ def foreseen(
 ) -> Timeline | None:
     """Return the predicted step for the run in directory `path`; None if no cluster is known.
 
-    The prediction is for `cluster`, or, if `cluster` is None, for the run's cluster. `vocab_size`
-    is None if the run has not recorded its vocabulary size. Raise InputError if the cluster cannot
-    be used or `vocab_size` is None.
+    The prediction is for the cluster `cluster`. If `cluster` is None, it is for the run's own
+    cluster. `vocab_size` is None if the run has not recorded its vocabulary size. Raise InputError
+    if the cluster cannot be used or `vocab_size` is None.
     """
     named = cluster or cluster_of(path, config)
     if named is None:

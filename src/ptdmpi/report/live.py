@@ -22,8 +22,8 @@ STATES = {
     "stopped": "yellow",
     "silent": "bold red",
 }
-# headings of the table's columns after the name and the state; the column with an empty heading
-# shows the loss curve
+# Headings of the table's columns after the name and the state. The column with an empty heading
+# shows the loss curve.
 COLUMNS = ("step", "loss", "", "validation", "tokens/s", "mfu", "left", "saved")
 BAR_COLUMNS = 40
 BARS = "▁▂▃▄▅▆▇█"
@@ -197,7 +197,8 @@ def _mfu(status: dict[str, Any]) -> str:
 
 def _remarks(status: dict[str, Any]) -> list[str]:
     """Return the lines that are shown below a run: a line for each file that cannot be read
-    completely, a line about slow ranks, if there are any, and the newest warnings in the log."""
+    completely, a line about slow ranks (if there are slow ranks), and the newest warnings in the
+    log."""
     slow = ", ".join(
         f"rank {rank['rank']} ({rank['host']}) {rank['factor']:.2f} times"
         for rank in status["slow_ranks"]

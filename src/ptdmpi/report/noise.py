@@ -8,8 +8,8 @@ from typing import Any
 
 # only this number of newest records is used, because the noise scale grows during training
 NEWEST = 100
-# A batch is too small if the noise scale is above LARGER times the batch, and too large if the
-# noise scale is below SMALLER times the batch.
+# A batch is too small if the noise scale is above LARGER times the batch size in tokens. It is too
+# large if the noise scale is below SMALLER times the batch size.
 LARGER = 2.0
 SMALLER = 0.5
 
@@ -20,10 +20,10 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     Return None if there is no such record. Otherwise return a table with the following entries.
     `noise_scale_tokens` is B_simple = tr(Sigma) / |G|^2, where G is the gradient and Sigma is the
     covariance matrix of the gradients of single tokens. The noise scale is computed from the means
-    of tr(Sigma) and |G|^2 over the records; it is None if the mean of |G|^2 is not positive,
-    because the gradient is hidden by noise. `batch_tokens` is the mean number of valid tokens in a
-    step. `steps` is the number of records. `answer` is a sentence that says whether a larger batch
-    would help.
+    of tr(Sigma) and |G|^2 over the records. If the mean of |G|^2 is not positive, the noise hides
+    the gradient, and the noise scale is None. `batch_tokens` is the mean number of valid tokens in
+    a step. `steps` is the number of records. `answer` is a sentence that says whether a larger
+    batch would help.
 
     Compared with a training with an infinite batch, a training with B tokens in a step needs 1 +
     B_simple / B times as many steps. This training needs 1 + B / B_simple times the smallest

@@ -23,8 +23,8 @@ MOST_LABELS = 12  # maximum number of layers in a legend; a larger legend would 
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
     """Write the pictures and the trace of a run to `folder`, and return their paths.
 
-    `foreseen` is the timeline of the predicted step, or None; it is drawn above the measured step.
-    Raise InputError if the folder cannot be written to.
+    `foreseen` is the timeline of the predicted step, which is drawn above the measured step, or
+    None. Raise InputError if the folder cannot be written to.
     """
     loss = folder / "loss.png"
     loss_curve(run, loss)
@@ -119,7 +119,7 @@ def load_curves(run: RecordedRun, path: Path) -> None:
 def loads_by_layer(run: RecordedRun, key: str) -> dict[str, list[tuple[dict[str, Any], float]]]:
     """Return a dict: name of a layer with experts -> list of pairs (record, value of this layer).
     The value at `key` in the record of a step is a list with one number for each of these layers. A
-    damaged record with a shorter list is left out."""
+    record with a shorter list is damaged, and is left out."""
     records = [record for record in run.steps if record.get(key)]
     count = max((len(record[key]) for record in records), default=0)
     model = run.config["model"]

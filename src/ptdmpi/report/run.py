@@ -28,8 +28,8 @@ class RecordedRun:
     """The contents of a run directory.
 
     `config` is the configuration with which the last recorded step was trained. `measured` is the
-    newest measured timeline, or None, and `measured_config` is the configuration with which its
-    step was trained. `records` are all records in `metrics.jsonl`, oldest first. `steps`,
+    newest measured timeline of a step, or None. `measured_config` is the configuration with which
+    this step was trained. `records` are all records in `metrics.jsonl`, oldest first. `steps`,
     `validations` and `tasks` are the records of steps, of validations and of evaluations of tasks.
     `attempts` are the attempts that trained the recorded steps. `problems` has a text for each file
     with unreadable lines, and for each unreadable timeline.
@@ -99,8 +99,9 @@ def recorded(
 
 
 class _Measured(NamedTuple):
-    """The newest readable timeline of a run, and the step that it shows; both are None if no
-    timeline is readable. `problems` has a text for each newer timeline, which cannot be read."""
+    """The newest readable timeline of a run, and the number of its step. Both are None if no
+    timeline is readable. `problems` has a text for each timeline that is newer but cannot be
+    read."""
 
     timeline: Timeline | None
     step: int | None
@@ -124,7 +125,7 @@ def _measured(folder: Path) -> _Measured:
 
 def records(lines: Iterable[str], count: LineCount) -> Iterator[dict[str, Any]]:
     """Yield the valid records in `lines`. Lines that a crash has truncated or an editor has damaged
-    are skipped; `count` counts them."""
+    are skipped. `count` counts all lines and the skipped lines."""
     for line in lines:
         record = _record(line)
         count.add(line, record is not None)

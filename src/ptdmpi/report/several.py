@@ -63,7 +63,8 @@ def settings_table(runs: Sequence[RecordedRun], settings: Mapping[str, Sequence[
 
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return a label for each run: its name, or, if two runs have the same name, its directory."""
+    """Return a label for each run: the names of the runs, or their directories if two runs have the
+    same name."""
     names = [str(run.config["run"]["name"]) for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 

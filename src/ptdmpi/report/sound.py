@@ -16,8 +16,9 @@ SCORES = ("accuracy", "exact_match")
 
 @dataclass
 class LineCount:
-    """The lines of a file that were read so far: their number, the number of unreadable lines among
-    them, and the number of the first unreadable line. Lines are numbered from 1."""
+    """A count of the lines of a file that were read so far. `lines` is the number of these lines,
+    and `unreadable` is the number of unreadable lines. `first` is the line number (counted from 1)
+    of the first unreadable line, or 0 if all lines are readable."""
 
     file: str
     lines: int = 0
@@ -32,14 +33,14 @@ class LineCount:
             self.first = self.first or self.lines
 
     def problems(self) -> list[str]:
-        """Return a list with one text about the unreadable lines; the list is empty if there are
-        none."""
+        """Return a list with one text about the unreadable lines. The list is empty if all lines
+        are readable."""
         return unreadable(self.file, self.unreadable, self.first)
 
 
 def unreadable(file: str, count: int, first: int) -> list[str]:
-    """Return a list with one text about the `count` unreadable lines of a file; line `first` is the
-    first of them. The list is empty if `count` is 0."""
+    """Return a list with one text about the `count` unreadable lines of a file. `first` is the
+    number of the first unreadable line. The list is empty if `count` is 0."""
     if not count:
         return []
     which = f"line {first}" if count == 1 else f"the first is line {first}"
@@ -112,7 +113,8 @@ def _is_anything(value: Any) -> bool:
     return True
 
 
-# key of a record -> check of its value; the value of every other known key must be a number or None
+# Key of a record -> function that returns True if the value of the key is sound. The value of every
+# other known key must be a number or None.
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "bigram_validation_loss": is_number,
     "changed": _is_anything,

@@ -19,7 +19,7 @@ from ptdmpi.report.sound import LineCount, are_scores, is_number
 from ptdmpi.sinks.record import median
 
 RECENT = 50  # the displayed rates are medians over this number of newest steps.
-# a record with a larger value counts as damaged
+# a record with a larger step, or with a longer step time in seconds, counts as damaged
 MOST_STEPS = 10**12
 LONGEST_STEP_S = 1e7
 # the record of a step is used only if the values of these keys are numbers
@@ -83,7 +83,8 @@ class Tail:
 
 
 class Watched:
-    """A run in a directory `path`, whose status can be read repeatedly.
+    """A reader of the status of the run in the directory `path`. The status can be read repeatedly
+    while the run trains.
 
     Raises InputError if `path` is not a run directory.
     """
@@ -121,8 +122,8 @@ class Watched:
 
     def status(self) -> dict[str, Any]:
         """Return the present status of the run. Keys whose values are unknown are absent.
-        "problems" has a text for each file that cannot be read completely. If `latest` is such a
-        file, "checkpoint" is None."""
+        "problems" has a text for each file that cannot be read completely. If the file
+        `checkpoints/latest` cannot be read, or names no checkpoint, "checkpoint" is None."""
         with contextlib.suppress(*BROKEN):
             # A restart of the run may have changed the number of steps. Ignore a config.toml that
             # is incomplete now.
@@ -178,7 +179,7 @@ class Watched:
             self._recent.append(record)
             self._losses.append(record["loss"])
             # A run looks for slow ranks about every 20 steps, but records "slow_ranks" only if it
-            # finds some. So discard the slow ranks after RECENT steps without this entry.
+            # finds slow ranks. So discard the slow ranks after RECENT steps without this entry.
             if "slow_ranks" in record:
                 self._slow = record["slow_ranks"]
                 self._slow_step = record["step"]

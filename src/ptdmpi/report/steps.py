@@ -9,7 +9,7 @@ from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.report.run import RecordedRun
 
-# kind of a span that is not an op -> its name in the table
+# kind of a span that is not an op -> name of this kind in the report's table
 PARTS = {
     "receive": "waiting for input (bubble and imbalance)",
     "gather": "gather of scattered activations",

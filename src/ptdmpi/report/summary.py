@@ -23,7 +23,8 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     """Return the numbers of the report as a dict, name -> value, in the order of the report's
     table. Raise InputError if no step is recorded.
 
-    `RECORD_KEYS` defines, for each key of the records, the rows that are computed from it.
+    `RECORD_KEYS` defines, for each key of the records, the rows that are computed from the values
+    of this key.
     """
     if not run.steps:
         if run.problems:
@@ -82,8 +83,8 @@ def _of_files(run: RecordedRun) -> dict[str, Any]:
 
 
 def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return a table for each training dataset: its path, and how many samples of it the run has
-    used."""
+    """Return a table for each training dataset: its path, and the number of its samples that the
+    run has used, also as a fraction of all used samples and in epochs."""
     last = run.steps[-1]
     if "samples_drawn" not in last:  # an older version of ptdmpi did not record them
         return []

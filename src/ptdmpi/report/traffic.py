@@ -52,8 +52,8 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """The traffic of a step, computed by closed formulas. `is_exact` is True if the formula for the
-    data axis is exact; the formulas for other axes are always exact."""
+    """The traffic of a step, computed by closed formulas. `is_exact` is False if the run compresses
+    gradients, or distributes experts over ranks (see `StepTraffic.is_exact`)."""
 
     traffic: Traffic
     is_exact: bool

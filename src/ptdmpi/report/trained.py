@@ -49,8 +49,8 @@ def config_at(
 
 
 def resolved(config: dict[str, Any]) -> Config:
-    """Return a run's configuration, without spare ranks, resolved for the number of ranks of its
-    layout.
+    """Return the `Config` object of a recorded configuration. The result has as many ranks as the
+    layout of the configuration, and no spare ranks.
 
     Raise InputError if this version does not accept the configuration.
     """

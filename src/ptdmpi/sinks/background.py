@@ -14,8 +14,9 @@ CLOSE_S = 10.0  # seconds within which the server must accept the last records o
 
 
 class Background:
-    """A sink that passes its records, in a separate thread, to another sink. Only this thread uses
-    the other sink: it creates the sink by calling `make`, and then calls its methods.
+    """A sink that passes its records to another sink in a separate thread. Only this thread uses
+    the other sink: the thread calls `make` to create the other sink, and calls all methods of the
+    other sink.
 
     If the other sink raises an exception, the next call of this sink raises the same exception. The
     thread is a daemon thread, so a server that hangs does not keep the process alive.
@@ -30,7 +31,7 @@ class Background:
 
     def record(self, values: dict[str, Any]) -> None:
         """Queue one record. Raise an exception if the other sink has failed, or if too many records
-        wait for it."""
+        wait for the other sink."""
         if self._error is not None:
             raise self._error
         try:

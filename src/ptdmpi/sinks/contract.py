@@ -12,7 +12,7 @@ class Past:
     """The state of a run at the time when the run is started or resumed.
 
     `path` is the run directory. Its file `metrics.jsonl` has the records of all steps up to `step`.
-    A new run has `step` 0; a resumed run continues after step `step`. `dropped` is True if records
+    A resumed run continues after step `step`. A new run has `step` 0. `dropped` is True if records
     of steps after `step` were removed from `metrics.jsonl` when the run resumed.
     """
 

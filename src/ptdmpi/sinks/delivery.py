@@ -26,7 +26,7 @@ def post(address: str, content: Mapping[str, Any]) -> None:
 def mail(address: str, server: str, subject: str, content: Mapping[str, Any]) -> None:
     """Send `content` as an e-mail to `address`, with the first line of `subject` as its subject.
     `server` is the address of the mail server, in the form smtp://USER:PASSWORD@HOST:PORT or
-    smtps://...; if `server` is empty, the mail server on this host is used. A password is sent only
+    smtps://... If `server` is empty, the mail server on this host is used. A password is sent only
     over an encrypted connection. Raise an exception if the server does not accept the e-mail.
     """
     place = urlsplit(server or DEFAULT_SERVER)

@@ -2,9 +2,9 @@
 MLFLOW_TRACKING_URI. If the variable is not set, the sink writes files in `runs/NAME/mlflow/`.
 
 This sink needs only the client of MLflow (the package mlflow-skinny). If a run of ptdmpi resumes at
-its last recorded step, it continues the same MLflow run. If the run resumes at an earlier step, it
-begins another MLflow run and writes all earlier records to it, because MLflow cannot remove single
-steps.
+its last recorded step, the sink continues the same MLflow run. If the run resumes at an earlier
+step, the sink begins another MLflow run, and writes all earlier records to the new MLflow run,
+because MLflow cannot remove single steps.
 """
 
 import os
@@ -95,7 +95,7 @@ def _parameters(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _legal(name: str) -> str:
-    """Return `name` with the characters and path parts replaced that MLflow does not accept in the
-    name of a metric."""
+    """Return `name` as a name of a metric that MLflow accepts. Illegal characters and illegal parts
+    of a path are replaced by "_"."""
     parts = re.sub(r"[^\w./ -]", "_", name).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)

@@ -27,7 +27,8 @@ CLOSE_S = 5.0  # seconds that the process waits at its end for the delivery of m
 class Notice:
     """A message about one event of a run. `steps` is the planned number of steps of the run. `step`
     is the last recorded step, and `loss` is the loss of this step, or None if no step is recorded.
-    `why` is the reason for the event or a further description.
+    `why` is the reason for the event or a further description. `host` is the host that sends the
+    message.
     """
 
     run: str

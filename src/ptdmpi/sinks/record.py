@@ -26,13 +26,13 @@ GROUPS = {
 # keys that sinks do not show, because the step is the horizontal axis of all curves, and because
 # the numbers of messages and bytes are the same in each step
 NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
-# entries in the scores of a task file that do not depend on the model
+# entries in the results of a task file that describe the file, and do not depend on the model
 OF_FILE = ("items", "samples", "truncated")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return a dict of the numbers in a record, without its step. A name consists of a group and
-    the key, such as "train/loss".
+    """Return the numbers in a record, without its step, as a dict: name -> number. A name consists
+    of a group and the key of the record, such as "train/loss".
 
     Each number in a list or a table has its own name, such as "data/epochs/0". Texts, and numbers
     that are the same in every record, are left out.
@@ -49,8 +49,9 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Return a dict of the numbers in `value`. A single number is called `name`. The number at an
-    index of a list, or at a key of a table, is called `name`/INDEX or `name`/KEY."""
+    """Return the numbers in `value` as a dict: name -> number. A single number is called `name`.
+    The number at an index of a list, or at a key of a table, is called `name`/INDEX or
+    `name`/KEY."""
     items = {name: value}
     if isinstance(value, dict):
         items = {f"{name}/{key}": item for key, item in value.items()}
@@ -71,7 +72,7 @@ def median(values: Iterable[float | None]) -> float | None:
 
 def task_score(values: Mapping[str, Any]) -> tuple[str, float]:
     """Return the name and the value of the main score in the results of a task file. The main score
-    is the accuracy, or, for a task without accuracy, the exact match."""
+    is the accuracy. For a task without accuracy, it is the exact match."""
     key = "accuracy" if "accuracy" in values else "exact_match"
     return key.replace("_", " "), float(values[key])
 

@@ -78,8 +78,9 @@ class Sinks:
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Return the name and the class of each enabled sink. Only the classes of enabled sinks are
-    imported, because the classes need optional packages."""
+    """Return the name of each enabled sink, and a function (such as its class) that creates the
+    sink. Only the classes of enabled sinks are imported, because the classes need optional
+    packages."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

@@ -3,7 +3,7 @@ TensorFlow.
 
 The events are written with tensorboardX's synchronous `EventsWriter`. The SummaryWriter of
 tensorboardX is not used, because it passes events through a queue to a thread. If the disk is full,
-that thread ends; the queue then fills up and blocks the training.
+that thread ends. The queue would then fill up and block the training.
 """
 
 import os

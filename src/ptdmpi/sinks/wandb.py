@@ -2,9 +2,10 @@
 them to the server only if `log.wandb` is "online".
 
 A run of wandb has an id, and the step numbers of its records must increase. If a run of ptdmpi
-resumes at its last recorded step, it continues the wandb run with the same id, so the curves
-continue. If the run resumes at an earlier step, it begins a wandb run with a new id in the same
-group, and writes all earlier records to it, because wandb cannot remove recorded steps.
+resumes at its last recorded step, the sink continues the wandb run with the same id, so the curves
+continue. If the run resumes at an earlier step, the sink begins a wandb run with a new id in the
+same group, and writes all earlier records to the new wandb run, because wandb cannot remove
+recorded steps.
 """
 
 import secrets
@@ -48,8 +49,8 @@ class WeightsAndBiases:
     def record(self, values: dict[str, Any]) -> None:
         """Pass one record to wandb, with the step of the record."""
         # The record of an asynchronous save is written after the records of later steps, but has
-        # the number of the step that was saved. wandb refuses a step that is smaller than the last
-        # step that it has received.
+        # the number of the step that was saved. But wandb refuses a step that is smaller than the
+        # last step that it has received, so pass that step instead.
         self._step = max(self._step, values["step"])
         self._run.log(scalars(values), step=self._step)
 

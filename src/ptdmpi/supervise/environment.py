@@ -19,8 +19,8 @@ SCRIPT = "mpi-env.sh"
 # own variables to such a rank.
 PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")
-# The environment variables that may name the folder of mpirun's temporary files; the first that is
-# set applies.
+# The environment variables that may name the folder of mpirun's temporary files. The first variable
+# that is set determines the folder.
 TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 TEMPORARY_BYTES = 16384  # mpirun writes some small files
 
@@ -37,8 +37,8 @@ def jobs_folder() -> Path:
 
 
 def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environ`, extended by the settings of `mpi-env.sh`; variables that are already set
-    keep their values."""
+    """Return a copy of `environ` with the settings of `mpi-env.sh`. Variables that are already set
+    keep their values. Raise InputError if bash cannot run the script."""
     environment = dict(environ)
     if sys.prefix != sys.base_prefix:
         environment.setdefault("VIRTUAL_ENV", sys.prefix)
@@ -62,7 +62,8 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def unusable_temporary_folder(environ: Mapping[str, str]) -> str:
-    """Return a line that says why the launcher cannot write its temporary files; "" if it can.
+    """Return "" if the launcher can write its temporary files; otherwise return a line with the
+    reason.
 
     Open MPI's mpirun cannot start without such files, and its own messages do not name the folder.
     """

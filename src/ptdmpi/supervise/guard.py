@@ -19,7 +19,8 @@ from pathlib import Path
 
 POLL_S = 0.05  # pause between two checks whether processes have ended.
 # If the supervisor has ended, the ranks get SAVE_S seconds to complete their step and save. Then
-# the launcher gets END_S seconds to end them. Then the guard kills the remaining processes.
+# the launcher gets END_S seconds to end them. Then the guard kills the remaining processes, and
+# waits up to KILL_S seconds until they have ended.
 SAVE_S = 20.0
 END_S = 2.0
 KILL_S = 5.0

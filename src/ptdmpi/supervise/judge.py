@@ -16,10 +16,10 @@ CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 class Starts:
     """The supervisor's knowledge about earlier starts of the ranks.
 
-    `furthest` is the largest step that any start has recorded. `idle` counts starts: it is set to 1
-    by a start that recorded a new step, and is increased by 1 by any other start. If the last start
-    ended because of an exception or a hang, `failed_at` is the last step before the exception or
-    hang; otherwise `failed_at` is None.
+    `furthest` is the largest step that any start has recorded. `idle` is the number of starts since
+    the last start that recorded a new step; this start is included in the number. If the last start
+    ended because of an exception or a hang, `failed_at` is the last step that was recorded before.
+    Otherwise `failed_at` is None.
     """
 
     furthest: int = 0
@@ -58,8 +58,8 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
     # exit code 0 counts as a failure here, because mpirun can exit with 0 after it has lost a node
     code = ended.code or 1
     if asked:
-        # a rank that has not yet installed its signal handlers is killed by the signal; such a run
-        # has not trained any step, so it counts as stopped on request
+        # Signals 10 (SIGUSR1) and 15 (SIGTERM) kill a rank that has not yet installed its signal
+        # handlers. Such a run has not trained any step, so it counts as stopped on request.
         return Judgement(STOPPED if code in (128 + 10, 128 + 15) else code)
     now = before.after(ended, step)
     if ended.failed and before.failed_at == step:

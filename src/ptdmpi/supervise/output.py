@@ -1,5 +1,6 @@
 """The output of a launcher and its ranks. Lines from the ranks are printed at once. Lines from the
-launcher itself are stored, and are printed at the end if no rank has reported why the job ended.
+launcher itself are stored. They are printed at the end, but only if no rank has reported why the
+job ended.
 """
 
 import re

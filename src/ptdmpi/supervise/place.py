@@ -23,7 +23,8 @@ from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
 
 # A node counts as lost if the program `true` cannot be run on it within PROBE_S seconds. If the
-# test fails, it is repeated once, because an earlier launcher may still be cleaning up on the node.
+# program fails without exceeding this time, the test is repeated once, because an earlier launcher
+# may still be cleaning up on the node.
 PROBE_S = 20.0
 PROBES = 2
 PAUSE_S = 1.0
@@ -126,13 +127,15 @@ class LaunchPlace:
         return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
     def remove(self, folder: str, environment: Mapping[str, str]) -> None:
-        """Remove the folder `folder` on every node that can be reached."""
+        """Remove the folder `folder` on this machine and on every node that can be reached."""
         shutil.rmtree(folder, ignore_errors=True)
         self._on_each(environment, "rm", "-rf", folder)
 
     def _on_each(self, environment: Mapping[str, str], *program: str, times: int = 1) -> list[bool]:
-        """Start `program` on all nodes at the same time, up to `times` times on each node until it
-        succeeds. Return one bool for each node: True if the program has succeeded on the node.
+        """Start `program` on all nodes at the same time. If the program fails on a node, start it
+        again on this node, up to `times` times in total. It is not started again if it has exceeded
+        PROBE_S seconds. Return one bool for each node: True if the program has succeeded on the
+        node.
         """
 
         def works(node: LaunchHost) -> bool:
@@ -192,8 +195,8 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
 
 
 def _found(hosts: str, environment: Mapping[str, str]) -> str:
-    """Return the name of an installed launcher: srun in a Slurm allocation, if the user has not
-    given `hosts`; otherwise mpirun or mpiexec."""
+    """Return the name of an installed launcher. In a Slurm allocation, this is srun, unless the
+    user has given `hosts`. Otherwise it is mpirun or mpiexec."""
     path = environment.get("PATH")
     if not hosts and "SLURM_JOB_ID" in environment and shutil.which("srun", path=path):
         return "srun"
@@ -230,8 +233,8 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     """Return a `LaunchPlace` with the nodes of a Slurm allocation and the options that srun needs.
     Ranks do not stop at the same moment, so the job step must not end as soon as one rank exits
     with an error. Therefore the options make srun end the remaining ranks 60 s after the first rank
-    has ended. `asked` has the options that the user has given; if --mpi is among them, it is not
-    added again.
+    has ended. `asked` has the options that the user has given. If the option --mpi is among them,
+    it is not added.
     """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],

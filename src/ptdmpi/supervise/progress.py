@@ -104,8 +104,8 @@ class RunProgress:
             (self.path / SAVE).touch()
 
     def withdraw(self) -> None:
-        """Remove the file SAVE if no rank has seen it, so that the ranks do not carry out the
-        request after their next start."""
+        """Remove the file SAVE if it still exists, so that the ranks do not carry out the request
+        after their next start."""
         with contextlib.suppress(OSError):
             (self.path / SAVE).unlink()
 

@@ -1,5 +1,5 @@
-"""One start of the ranks: the launcher's process, the signals that are sent to it, and how it
-ended."""
+"""One start of the ranks: the launcher's process, the signals that are sent to this process, and
+its result."""
 
 import contextlib
 import signal
@@ -29,8 +29,8 @@ class Ended:
 
 class LauncherStart:
     """A launcher with its ranks. The launcher runs in a separate session of the operating system,
-    so that Ctrl-C does not reach it: Open MPI's launcher would kill its ranks a quarter of a second
-    after Ctrl-C."""
+    so Ctrl-C does not reach the launcher. Otherwise Open MPI's launcher would kill its ranks a
+    quarter of a second after Ctrl-C, before they have saved."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start `command`; raise OSError if it cannot be started."""

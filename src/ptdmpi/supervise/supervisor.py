@@ -43,7 +43,7 @@ class SupervisedJob:
 
     If `searched` is True, the ranks search for the best layout at their first start. `restarts` is
     the maximum number of consecutive restarts without a new step. If nodes are lost, the supervisor
-    checks every `grow_s` seconds whether they are available again.
+    checks every `grow_s` seconds whether the lost nodes are available again.
     """
 
     config: str
@@ -58,8 +58,8 @@ class SupervisedJob:
 
 @dataclass(frozen=True)
 class SavedBefore:
-    """The newest checkpoint (a result of `RunProgress.newest_checkpoint`) when the supervisor asks
-    the ranks to save."""
+    """The newest checkpoint at the moment when the supervisor asks the ranks to save. `checkpoint`
+    is a result of `RunProgress.newest_checkpoint`, which is None without a checkpoint."""
 
     checkpoint: tuple[str, int] | None
 
@@ -172,7 +172,8 @@ class Supervisor:
         self.starts += 1
         self._start = start
         self._first_after = self.progress.newest().step
-        # a request to stop may have arrived before the launcher was started: pass it on now
+        # a request to stop may have arrived before the launcher was started: pass this request on
+        # now
         if self._requests:
             start.ask_to_stop()
         self._looked_s = time.monotonic()
@@ -329,7 +330,8 @@ class Supervisor:
     def _say(self, line: str) -> None:
         text = f"ptdmpi run: {line}"
         self.progress.log(text)
-        # Python raises RuntimeError if the signal arrived while another line was being printed
+        # a signal handler also calls this method: Python raises RuntimeError if the signal arrived
+        # while another line was being printed
         with contextlib.suppress(BrokenPipeError, RuntimeError):
             put(text, sys.stderr)
 

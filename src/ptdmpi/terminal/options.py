@@ -35,8 +35,8 @@ class NamedTokenizer(NamedPath):
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range. Unlike `click.FloatRange`, it refuses nan, which is neither below nor
-    above any limit."""
+    """A number in a range. `click.FloatRange` accepts nan, which is neither below nor above any
+    limit; this type refuses nan."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the number. Raise click.BadParameter if the number is not in the range."""
@@ -47,7 +47,8 @@ class FiniteRange(click.FloatRange):
 
 
 PATH = NamedPath(path_type=Path)
-# the number of continuations of a prompt; a larger number would fill the memory
+# The number of continuations of a prompt. It is limited, because a larger number would fill the
+# memory.
 SAMPLES = click.IntRange(1, 1_000_000)
 TOKENIZER = NamedTokenizer()
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
@@ -80,16 +81,16 @@ _OF_A_TRAINED_MODEL = (
 
 
 def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that all commands for trained models share to the command `function`, and
-    return it. This function is a decorator."""
+    """Add options to the command `function`, and return the command. The options are those that all
+    commands for trained models share. This function is a decorator."""
     for option in reversed(_OF_A_TRAINED_MODEL):
         function = option(function)
     return function
 
 
 class Number(click.types.FloatParamType):
-    """The type of an option whose value is a number: a finite number above 0, or, if `least` is
-    given, an integer from `least` to `most`.
+    """The type of an option whose value is a number. If `least` is None, the value is a finite
+    number above 0; otherwise it is an integer from `least` to `most`.
 
     If `most` is 0, there is no upper limit.
     """

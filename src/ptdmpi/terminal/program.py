@@ -27,8 +27,8 @@ EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 
 
 def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., None]:
-    """Return the callback for an option such as --help, which prints a text on rank 0 and exits on
-    all ranks. `text_of` is a function that returns the text to print."""
+    """Return the callback for an option such as --help. The callback prints a text on rank 0, and
+    exits on all ranks. `text_of` is a function that returns the text to print."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         """Print the result of `text_of` and exit, if the option is on the command line

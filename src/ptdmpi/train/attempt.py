@@ -35,10 +35,10 @@ from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 
 
 def _measured(config: Config) -> Entries:
-    """Return the fastest kernels according to a file with measurements: the file that `run.kernels`
-    names, or else the cluster file that `run.cluster` names. Return {} if neither key names a file,
-    or if the file has no measurements of kernels. If `run.kernels` is "default", return PyTorch's
-    own kernels."""
+    """Return the kernels that were fastest in earlier measurements. The measurements are in the
+    file that `run.kernels` names; if this key names no file, they are in the cluster file that
+    `run.cluster` names. Return {} if neither key names a file, or if the file has no measurements
+    of kernels. If `run.kernels` is "default", return PyTorch's own kernels."""
     wish = config.run.kernels
     if wish == "default":
         return BY_PYTORCH
@@ -60,10 +60,11 @@ class Attempt:
     is left to train, and this attempt writes nothing. `over` is the reason why the run has ended
     before its last step; it is empty if the run has not ended early. `how` describes the state from
     which this attempt begins. `why` is the reason why the attempt ended; it is empty until then.
-    `event` is the word that messages use for the end, such as "stopped". `live` is True if the
-    state came from the memory of ranks that survived a loss; then perhaps no checkpoint contains
-    the state. `skipped` lists the checkpoints that could not be read, with the reasons. `choice` is
-    the choice of kernels for the engine, or None before the choice.
+    `event` is the name of this end, such as "stopped", in the messages to the receivers of
+    `log.notify`. `live` is True if the state came from the memory of ranks that survived a loss of
+    other ranks. Perhaps no checkpoint contains such a state. `skipped` lists the checkpoints that
+    could not be read, with the reasons. `choice` describes the kernels with which the engine
+    computes; it is None until the method `choose` has chosen them.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Attempt:
         self.copies = copies
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
-        # the fastest kernels according to the measurements of `ptdmpi probe` on this machine
+        # the kernels that were fastest when `ptdmpi probe` measured a machine (see `_measured`)
         self.own = world.on_root(lambda: _measured(config))
         self.live = start.load is not None
         self.unwritten = start.unwritten
@@ -120,6 +121,7 @@ class Attempt:
         step is left to train.
 
         `memory` limits the choice to kernels whose working memory fits into the rank's memory.
+        `say` is a function that prints a line.
         """
         if not self.idle:
             compute = data_types(self.config.precision.compute).compute
@@ -136,8 +138,9 @@ class Attempt:
 
     def _measures_kernels(self, engine: Engine) -> bool:
         """Return True if this attempt must measure which kernels are fastest. Kernels are measured
-        only on a CPU, only if the run has no kernels yet, and only if the configuration allows
-        different kernels on different machines."""
+        only on a CPU, and only if neither a checkpoint nor the run directory records the kernels of
+        an earlier attempt. The configuration must also allow different kernels on different
+        machines (`run.kernels` = "auto" and `run.reproducible` = false)."""
         run = self.config.run
         return (
             run.kernels == "auto"
@@ -148,9 +151,10 @@ class Attempt:
         )
 
     def take_owed(self, owed: bool) -> None:
-        """Set `pending` to True if `owed` is True and the run directory has no file `done`. `owed`
-        is True if a stop has interrupted the validation or the evaluation of tasks after the last
-        step. Every rank must call this method."""
+        """If `owed` is True and the run directory has no file `done`, set `pending` to True, so
+        that this attempt does the missing work. `owed` is True if a stop has interrupted the
+        validation or the evaluation of tasks after the last step. Every rank must call this
+        method."""
         if owed and not self.world.on_root(lambda: (self.path / DONE).exists()):
             self.pending = True
 
@@ -240,9 +244,9 @@ class Attempt:
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
         """Return a context. At the end of the `with` block, the context writes to the history why
         the block ended, and how many steps were done. The context also sends a message about the
-        end. But if the job has several ranks and one of them fails, the heartbeat (a thread that
+        end. But if this rank fails and the job has several ranks, the heartbeat (a thread that
         monitors all ranks) sends this message, because the heartbeat ends the job and knows all
-        failed ranks."""
+        failed ranks. After an InputError, however, the context sends the message."""
         why = event = "done"
         try:
             yield

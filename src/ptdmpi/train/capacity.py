@@ -49,8 +49,8 @@ class Memory:
         Raises InputError, on every rank, if a node or a GPU has less memory than its ranks need.
         """
         self._config = config
-        # without a supervisor, the run makes no in-memory copies of the state, because no restart
-        # would load them
+        # without a supervisor (`ptdmpi run`), the run makes no in-memory copies of the state,
+        # because no restart would load the copies
         if not is_supervised():
             self._config = config.replace("checkpoint", memory_every_steps=0)
         self._vocab_size = vocab_size
@@ -130,7 +130,8 @@ class Memory:
         )
 
     def _require(self, fits: bool) -> None:
-        """Raise InputError, with the memory that a step needs, on every rank if `fits` is False."""
+        """If `fits` is False, raise InputError on every rank. The error message lists the memory
+        that a step needs."""
         self._world.on_root(lambda: self._refuse(fits))
 
     def _refuse(self, fits: bool) -> None:
@@ -167,8 +168,8 @@ class _Use(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """The needed and the available memory of a rank: `own` on its device, `host` on its host (for
-    offloaded state and in-memory copies of the state)."""
+    """The needed and the available memory of a rank. `own` is the memory of the rank's device.
+    `host` is the host's memory for offloaded state and for in-memory copies of the state."""
 
     own: _Use
     host: _Use
@@ -184,8 +185,8 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def ranks_sharing(world: "World", device: torch.device) -> int:
-    """Return the number of ranks that share this rank's GPU, or, if `device` is a CPU, its host.
-    Every rank must call this function.
+    """Return the number of ranks that share this rank's GPU. If `device` is a CPU, return the
+    number of ranks that share this rank's host. Every rank must call this function.
 
     GPUs are identified by their UUIDs, because a site may show each rank only one GPU, always with
     the number 0.
@@ -193,8 +194,9 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
     if device.type == "cpu":
         return world.local_size
     properties = torch.get_device_module(device).get_device_properties(device)
-    # The following call creates this rank's context on the GPU. After all ranks have created their
-    # contexts, `rank_memory_bytes` takes the memory of all contexts into account.
+    # The following call creates this rank's context, which occupies memory on the GPU. The
+    # allgather below waits until all ranks have created their contexts. After that,
+    # `rank_memory_bytes` does not count the memory of these contexts as free.
     _gpu_bytes(device)
     mine = (world.process.node, str(properties.uuid))
     return world.control.allgather(mine).count(mine)
@@ -203,8 +205,9 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
 def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that the ranks on this node will have.
 
-    The result is the number of GPUs that this process sees, or the number of GPUs on the node
-    according to Slurm, if that is larger: Slurm may show each task only one GPU.
+    The result is the larger of two numbers: the number of GPUs that this process sees, and the
+    number of GPUs on the node according to Slurm. Slurm's number is needed, because Slurm may show
+    each task only one GPU.
     """
     shown = int(torch.get_device_module(device).device_count())
     of_slurm = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -224,13 +227,14 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Return how many more bytes of the memory of a GPU or a host one rank may use, if `sharing`
-    ranks share this memory.
+    """Return the number of bytes that one rank may still allocate on a GPU or a host, if `sharing`
+    ranks share the memory of this GPU or host.
 
     On a GPU, the result is the free memory divided by `sharing`, plus the memory that this
-    process's allocator has already reserved. Contexts, communicators and other processes reduce the
-    free memory. On a host, the result is the total memory divided by `sharing`, minus the resident
-    memory of this process, but at most the address space that RLIMIT_AS leaves to this process.
+    process's allocator has already reserved. The memory of GPU contexts, communicators and other
+    processes is not free. On a host, the result is the total memory divided by `sharing`, minus the
+    resident memory of this process. If the address space of this process is limited (RLIMIT_AS),
+    the result is at most the unused part of this address space.
     """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)
@@ -271,7 +275,8 @@ def forget_peak() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    # some Linux kernels do not allow a reset of the peak; the recorded peak then stays unchanged
+    # some Linux kernels do not allow a reset of the peak: in this case, the recorded peak stays
+    # unchanged
     with contextlib.suppress(OSError):
         (PROCESS / "clear_refs").write_text("5")
 

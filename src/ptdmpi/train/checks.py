@@ -54,8 +54,8 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration with the quantized format of the frozen base model in the section
-    [quantize].
+    """Return the configuration `tree` with one addition: if the frozen base model (`adapt.base`) is
+    quantized, its format is added to the section [quantize].
 
     `tree` is returned unchanged if its [quantize] section has a format, if its base model is not
     quantized, or if the base model cannot be read. Another check reports a base model that cannot
@@ -102,8 +102,9 @@ def checked_data(config: Config) -> int:
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
         paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
-    # with data.change = "from here", samples are counted from the step of the checkpoint, which is
-    # not known here
+    # Check that no dataset is used for more epochs than its limit. With data.change = "from here",
+    # samples are counted from the step of the checkpoint, which is not known here, so this check is
+    # left out.
     if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
     mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])
@@ -125,8 +126,8 @@ def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
 
 
 def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
-    """Yield functions that each check only one or two sections of the configuration, so they can be
-    called even if other sections have mistakes.
+    """Yield functions without arguments, which check the configuration. Each function checks only
+    one or two sections, so it can be called even if other sections have mistakes.
     """
     run = sections.run
     if run is not None:

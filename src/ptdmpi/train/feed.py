@@ -39,8 +39,7 @@ from ptdmpi.plan.layout.grid import CONTEXT
 from ptdmpi.train.own_source import OwnSource
 from ptdmpi.train.tasks.files import task_framing
 
-# imported only for types, because importing this module starts MPI, and data is also opened without
-# MPI
+# imported only for types: importing this module starts MPI, but some commands open data without MPI
 if TYPE_CHECKING:
     from ptdmpi.comm.world import Axes
 
@@ -107,7 +106,8 @@ class ShardSource:
 
     def _scored(self, datasets: list[Dataset]) -> Sequence[Samples]:
         """Return the datasets as sources of samples. If a dataset has stored outputs of a model,
-        the hash of the source covers these outputs, too."""
+        the hash of the source covers these outputs, too, so that a resumed run detects changed
+        outputs."""
         return [
             ScoredSamples(dataset, self._scores[dataset]) if dataset in self._scores else dataset
             for dataset in datasets
@@ -316,8 +316,9 @@ class Feed:
 
     def place(self, microbatches: list[MicrobatchRows], modules: int = 0) -> list[Microbatch]:
         """Return microbatches as tensors of shape [sequence length, microbatch size] on the device.
-        The tensors are valid until the next call of this method. The microbatches also have the
-        tokens that `modules` modules for multi-token prediction need.
+        The tensors are valid until the next call of this method. If the model has modules for
+        multi-token prediction, `modules` is their number, and the microbatches also have the
+        further tokens that these modules need.
 
         Every rank of the context axis reads complete samples. This method returns only the
         positions that this rank computes.
@@ -431,7 +432,8 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
 
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
-    """Return the object that makes samples for a masked model from windows of `dataset`."""
+    """Return the object that makes samples for a masked language model from windows of
+    `dataset`."""
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
 
 
@@ -453,7 +455,8 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays with an entry for each sample number in `ids`: the number of the sample's
-    dataset, which is always 0, and the sample's position in this dataset. If a sample number is
-    `count` or greater, return the position of the last sample, `count` - 1.
+    dataset, which is always 0, and the sample's position in this dataset. A number of `count` or
+    greater belongs to a row that only fills its microbatch; its position is `count` - 1, the
+    position of the last sample.
     """
     return np.zeros_like(ids), np.minimum(ids, count - 1)

@@ -1,5 +1,5 @@
-"""Live state: after a loss of ranks, the training state that is in the memory of the surviving
-ranks. This module transfers it to the ranks that continue.
+"""Transfer of the live state after a loss of ranks. The live state is the training state in the
+memory of the surviving ranks. This module sends it to the ranks that continue the training.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
-# maximum number of elements in one message; the number is limited, because MPI counts the bytes of
-# a message in 32-bit integers
+# Maximum number of elements in one message. The number is limited, because MPI counts the bytes of
+# a message in 32-bit integers.
 MESSAGE_ELEMENTS = 1 << 26
 
 
@@ -43,10 +43,10 @@ class Handover:
     `load` is a function that copies the live state into the engine, and returns the number of steps
     for which this state was trained. If `load` is None, the training loop reads a checkpoint
     instead. `unfinished` is the last step of the live state, if a rank was lost before this step
-    was recorded, validated and saved; otherwise None. `answer` describes the data on which the live
-    state was trained, and the data with which the run continues. `lost` is True if the loop starts
-    after a loss of ranks but no live state exists. `unwritten` maps the name of a file to lines
-    that could not be written because of a disk error; it is None without live state.
+    was recorded, validated and saved. Otherwise it is None. `answer` describes the data on which
+    the live state was trained, and the data with which the run continues. `lost` is True if the
+    loop starts after a loss of ranks but no live state exists. `unwritten` maps the name of a file
+    to lines that could not be written because of a disk error; it is None without live state.
     """
 
     resume: str
@@ -62,10 +62,11 @@ class Account:
     """The report of a surviving rank to the other survivors.
 
     `place` is the rank's position in the process grid before the loss. `step` is the number of
-    steps for which the rank's state was trained, or None if the rank has no state. `completed` and
-    `concluded` have the same meaning as in `Loop`. `saved` is the step and the path of the newest
-    checkpoint. `asked` is the signal that asked the run to stop. `answer` describes the training
-    data of the state. `unwritten` maps the name of a file to the lines that rank 0 could not write.
+    steps for which the rank's state was trained, or None if the rank has no state. `completed` is
+    the last step that the rank has trained, and `concluded` is the last step whose record,
+    validation and saves are done. `saved` is the step and the path of the newest checkpoint.
+    `asked` is the signal that asked the run to stop. `answer` describes the training data of the
+    state. `unwritten` maps the name of a file to the lines that rank 0 could not write.
     """
 
     place: Coordinates | None = None
@@ -112,10 +113,11 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
     survivors do not have a complete state.
 
     Ranks do not update at the same moment, so the survivors' steps may differ by one. States of
-    different steps are never mixed. The state after a step is complete if some survivor has each
-    part of the model. By default the function returns the newest step with a complete state. If
-    `apart` is True (replicas differ), it returns the step with the largest number of complete
-    replicas; if several steps have the same number, it returns the newest of them.
+    different steps are never mixed. The state after a step is complete if every part of the model
+    is on at least one survivor. By default the function returns the newest step with a complete
+    state. If `apart` is True (the data-parallel method lets replicas of the model differ), the
+    function returns the step with the largest number of complete replicas, and the newest such step
+    if there are several.
     """
     steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
     if apart:
@@ -129,8 +131,8 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
 
 
 def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, dict[Part, int]]:
-    """Return the replicas whose state after `step` is complete, as a dict: replica -> part of the
-    model -> rank that has this part.
+    """Return the replicas whose state after `step` is complete, as nested dicts: replica -> part of
+    the model -> rank that has this part.
     """
     replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
@@ -153,7 +155,7 @@ def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: 
     after `step` to this rank. If a rank already has the state that it needs, it is its own source.
 
     Rank `order[i]` gets position i of the grid. If several ranks have the same part of the state,
-    the ranks that need it are divided among them.
+    they take turns as the source of this part.
     """
     ways = []
     holders = _after(accounts, step)
@@ -173,8 +175,8 @@ def routes_apart(
 
     Each new replica gets the complete state of one old replica, because parts of different replicas
     must not be combined. Every complete old replica is used once before any is used twice. To send
-    few parts, a new replica preferably gets the state of the old replica of which its ranks already
-    have the most parts.
+    few parts, a new replica preferably gets the state of that old replica from which the new
+    replica's ranks already have the most parts.
     """
     whole = _whole(accounts, grid, step)
     places = [grid.coordinates(number) for number in range(len(order))]

@@ -80,9 +80,10 @@ class Loop:
         """Train from the present step to the last step, or until `run.stop_after_worse` ends the
         run.
 
-        Yield each step after its record, validation and checkpoint. Raises SystemExit on every
-        rank: with code 75, after a save, if a stop was requested; with code 1 if too many steps in
-        a row had a loss or gradient that was not finite; with code 3 or 4 if the state is corrupt.
+        Yield each step after its record, validation and checkpoint. Raises SystemExit on every rank
+        if the run must end earlier. The code is 75 after a requested stop, for which the run has
+        saved. It is 1 if too many steps in a row had a loss or a gradient that was not finite, and
+        3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -132,7 +133,8 @@ class Loop:
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
-        # close the lookout, which monitors the run, last, because this unlocks the run directory
+        # At the end, close the lookout (the object that monitors the run), because this unlocks the
+        # run directory.
         self.lookout.close()
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
@@ -157,9 +159,9 @@ class Loop:
         requested. Return the requests (to stop or save) that the ranks have received so far.
         """
         step = done.step
-        # vote (exchange the requests to stop or save between all ranks) before the record is
-        # written: the vote computes the greatest peak memory of all ranks, which the record
-        # contains
+        # In a vote, all ranks exchange their requests to stop or save. Vote before the record is
+        # written, because the vote also computes the greatest peak memory of all ranks, which the
+        # record contains.
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:
@@ -170,7 +172,8 @@ class Loop:
             self.saving.checkpoints.validated = self.validation.standing.last
         asked = self._save(step, asked)
         if self.config.run.on_failure == "shrink":
-            # after this barrier every rank knows that rank 0 has written the record
+            # After this barrier, every rank knows that rank 0 has written the record, so the
+            # survivors of a later loss do not write it again.
             self.axes.world.barrier()
         self.concluded = step
         return asked
@@ -189,8 +192,8 @@ class Loop:
         return step < self.config.run.steps or self.validation.missed(step)
 
     def _make_up(self, step: int) -> None:
-        """Do the validation and the evaluation of tasks after `step` again: a stop has interrupted
-        them in an earlier attempt of the run.
+        """Do the validation and the evaluation of tasks after `step` again, because a stop has
+        interrupted them in an earlier attempt of the run.
 
         If the validation loss is one of the best, save the step again, because the checkpoint of
         this step does not contain the validation loss.

@@ -3,10 +3,10 @@ steps.
 
 Every step tests only the loss and the global gradient norm, which every step computes in any case.
 If one of them is not finite, the step updates neither the weights nor the optimizer state. At this
-time, the sums over ranks have already spread the value that is not finite to all ranks. To find the
-origin of this value, the step is computed a second time, and every output is tested. Dropout masks
-depend only on the seed, the step and the samples, so the second computation gives the same values
-as the first.
+time, the reductions over ranks have already spread the value that is not finite to all ranks. To
+find the origin of this value, the step is computed a second time, and every output is tested.
+Dropout masks depend only on the seed, the step and the samples, so the second computation gives the
+same values as the first.
 """
 
 import contextlib
@@ -150,8 +150,8 @@ def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding
             for name, module in stage.named_modules():
                 if isinstance(module, Block):
                     watching.enter_context(module.uncompiled())
-                # the output of the head is not tested, because the logits of padded vocabulary
-                # entries are minus infinity; the loss is tested instead
+                # Do not test the output of the head, because the logits of padded vocabulary
+                # entries are minus infinity. The loss is tested instead.
                 if name and name != "head":
                     hook = module.register_forward_hook(watcher.hook(name))
                     watching.callback(hook.remove)

@@ -11,8 +11,8 @@ from ptdmpi.lineage.trained_on import Samples
 
 
 class OwnSource:
-    """A source of samples that uses the user's dataset classes, whose names are in `data.train` and
-    `data.valid`."""
+    """A source of samples that uses the user's own dataset classes. `data.train` and `data.valid`
+    contain the names of these classes."""
 
     def __init__(self, config: Config) -> None:
         """Create the datasets. Raises InputError if a dataset cannot be used, or if the datasets

@@ -41,8 +41,8 @@ class Parts:
 
     `start` is the state from which this attempt of the run begins. `concluded` is the last step
     whose record, validation and saves are done. `vote` is a function that returns the requests to
-    stop or save that all ranks have received; every rank must call it, and the result is the same
-    on all ranks.
+    stop or save that all ranks have received. Every rank must call `vote`, and all ranks get the
+    same result.
     """
 
     config: Config
@@ -88,7 +88,8 @@ def assemble(
     try:
         parts = _with_state(world, lookout, journal, device=device, handover=handover, hooks=hooks)
     except Exception:
-        # without this call, the threads of the lookout would not end after an error
+        # without this call, the threads of the lookout, which monitors the run, would not end after
+        # an error
         lookout.close()
         raise
     if journal.directory is not None and lookout.judge is not None:
@@ -132,7 +133,7 @@ def _with_state(
     tasks = Tasks(engine, feed.course, world, journal)
     validation = Validation(config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks)
     attempt.take_owed(validation.owed(attempt.first))
-    # with live state (in the memory of ranks that survived a loss), the run waits for disk space
+    # with live state, which survived a loss of ranks, the run begins even if the disk is full
     if not attempt.idle and not attempt.live:
         checkpoints.check_space()
     journal.directory = attempt.open(concluded, journal.show)
@@ -178,10 +179,11 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
 def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
-    """Return the object that copies the training state to the memory of the nodes. Every rank must
-    call this function. Return None if the configuration does not ask for copies, or if the
-    environment variable with their folder is not set. Only `ptdmpi run` sets this variable, because
-    it restarts the ranks after a loss; without a restart, the copies would never be used."""
+    """Return the object that makes in-memory copies: copies of the training state in the memory of
+    the nodes. Every rank must call this function. Return None if the configuration does not ask for
+    copies, or if the environment variable with their folder is not set. Only `ptdmpi run` sets this
+    variable, because it restarts the ranks after a loss; without a restart, the copies would never
+    be used."""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):

@@ -35,8 +35,8 @@ from ptdmpi.watch.requests import StopRequest
 
 # a waiting spare rank checks at this interval (in seconds) whether the attempt has ended
 SPARE_POLL_S = 0.02
-# the lowest bit of the agreed number, which means that the run has ended; the higher bits are the
-# exit code
+# At the end of an attempt, all living ranks agree on a number (see `_attempt`). This is the lowest
+# bit of the number. It means that the run has ended; the higher bits are then the exit code.
 FINISHED = 1
 
 
@@ -71,8 +71,8 @@ class Survivors:
 
         Yield the steps that this rank trains. Raises SystemExit if the exit code is not 0.
         """
-        # exclude the objects of imported modules from garbage collection, so that old engines are
-        # collected quickly
+        # exclude the objects of imported modules from garbage collection, so that the collection
+        # after each attempt takes less time
         gc.freeze()
         while True:
             with fail_together(self.world):
@@ -103,8 +103,8 @@ class Survivors:
         is set, the run has ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
-        # All training ranks have raised this error, but spare ranks have not. So raise InputError,
-        # which means an error of this rank only.
+        # All training ranks have raised this error, but spare ranks have not. So raise InputError
+        # instead, which means an error of this rank only and therefore also ends the spare ranks.
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:
@@ -230,8 +230,8 @@ class Survivors:
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
-        # if `settled` is False, messages from neighbours in the communication graph have not
-        # arrived, so the state is incomplete
+        # If `settled` is False, the data-parallel method was in the middle of an exchange of
+        # gradients or weights with other replicas, so the parts of the state do not fit together.
         settled = loop.engine.policy.settled
         directory = loop.journal.directory
         account = Account(
@@ -257,8 +257,8 @@ class Survivors:
         if grid is None:
             return False
         if grid["shard"] != self.grid["shard"]:
-            # the new grid has another number of shards, so the old shards of the state cannot be
-            # used
+            # the new grid divides the state into another number of shards, so this rank's old shard
+            # cannot be used
             self.holding = Holding(replace(self.holding.account, place=None, step=None))
         self.grid = grid
         return True

@@ -1,5 +1,5 @@
-"""A training run as a Python object. A user's program iterates over it: each item is a training
-step."""
+"""A training run as a Python object. A user's program iterates over this object, and each item is a
+training step."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,7 +179,8 @@ class Run:
     @property
     def state(self) -> State:
         """This rank's training state: its shards of the master weights and of the optimizer
-        moments, by logical name, and the counters of the run.
+        moments, and the counters of the run. The shards have the logical names of their parameters,
+        which are the same in every layout.
         """
         return self._active.engine.state
 

@@ -34,8 +34,9 @@ class Saving:
         copies: MemoryCopies | None = None,
     ) -> None:
         """Prepare the saves. `last_step` is the last step of the run. `say` prints a line. `record`
-        writes a record of values. `verify` raises an error if the state must not be saved. `copies`
-        is an object that makes in-memory copies of the state, or None.
+        writes a record of values. `verify` raises an error if the state is corrupt, because a
+        corrupt state must not be saved. `copies` is an object that makes in-memory copies of the
+        state, or None.
         """
         self.checkpoints = checkpoints
         self.last_step = last_step
@@ -63,7 +64,8 @@ class Saving:
         due = must or asked is not Save.NO or step == self.retry_step or regular
         if due:
             self.verify()
-        # finish the previous save first; if it fails, this save is tried nevertheless
+        # First finish the previous save. If the previous save fails, this save is tried
+        # nevertheless.
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None

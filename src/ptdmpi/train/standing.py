@@ -70,8 +70,9 @@ class Standing:
 
     @property
     def remark(self) -> str:
-        """Return a comparison of the newest validation with the best validation, for the end of the
-        log line.
+        """Return a text for the end of the log line of a validation, which compares the newest
+        validation with the best one. Return "" if the configuration neither ends the run early nor
+        keeps the best checkpoints, or if no validation had a finite loss.
         """
         best = self.best
         if not (self.stop_after_worse or self.keep_best) or best is None:

@@ -41,7 +41,8 @@ class Stopping:
             )
 
     def stop_if_asked(self, asked: Asked, step: int) -> None:
-        """Raise SystemExit (75) on every rank if a stop was requested; `step` is the last step."""
+        """Raise SystemExit (75) on every rank if a stop was requested. `step` is the last step that
+        was trained."""
         if not asked.stop:
             return
         self.lookout.obeyed("STOP")

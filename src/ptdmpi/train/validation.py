@@ -118,8 +118,8 @@ class Validation:
         for number, group in self.feed.validation():
             measured = self.engine.evaluate(self.feed.place(group))
             losses[number] = summed([losses[number], measured])
-            # after each group, the ranks vote whether a stop was requested: a complete validation
-            # may take longer than the time between a batch system's signal and its kill
+            # After each group of microbatches, the ranks vote whether a stop was requested, because
+            # a batch system may kill the run before a long validation is complete.
             asked = self.vote()
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} interrupted")

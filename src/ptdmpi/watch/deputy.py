@@ -13,7 +13,7 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 class Deputy:
     """Rank 1's monitor of rank 0. It stores the time of the last message from rank 0. If rank 0 is
-    silent for too long, it first prints a warning, and later decides to end the job.
+    silent for too long, the deputy first prints a warning, and later decides to end the job.
 
     Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0. Rank 1 begins to
     monitor rank 0 when it gets the first message. If `stall_s` is 0, the deputy prints a warning,
@@ -58,8 +58,8 @@ class Deputy:
     def pronounce(self, now_s: float) -> None:
         """Print the reason why rank 1 ends the job.
 
-        Rank 0 is silent, so either its process is suspended, or it is in a call during which no
-        other thread of the process can run.
+        Rank 0 is silent, so its process is suspended, or its main thread is in a call during which
+        no other thread of the process can run.
         """
         self._tell(
             f"stall: {self.ranks.name(0)} has not reported for {now_s - self._heard_s:.0f} s: "

@@ -1,10 +1,10 @@
 """The heartbeat: a thread of each rank that reports the rank's progress to rank 0, even if the main
 thread hangs.
 
-Rank 0 has a table with the newest report of each rank. After a stall or a failure, rank 0 prints,
-for each rank, what this rank is doing and for which other ranks it waits. Rank 0 also makes every
-rank write the stacks of its threads to a file. Then rank 0 ends the job. Rank 1 monitors rank 0
-(`deputy.py`).
+Rank 0 has a table with the newest report of each rank. After a stall or a failure, rank 0 prints a
+table with the activity of each rank, and with the ranks for which each rank waits. Rank 0 also
+makes every rank write the stacks of its threads to a file. Then rank 0 ends the job. Rank 1
+monitors rank 0 (`deputy.py`).
 """
 
 import atexit
@@ -46,7 +46,7 @@ from ptdmpi.watch.wires import Wires
 
 # Waiting counts as a stall only if it takes more than STALL_STEPS times as long as the longest of
 # the last training steps. During the start-up, a save or a validation, the time limit is PATIENCE
-# times longer, because a single operation may take long there without an error.
+# times longer, because a single operation of these phases may take long without an error.
 STALL_STEPS = 5
 PATIENCE = 10
 # Some launchers deliver a signal twice. Only a signal that arrives at least SECOND_SIGNAL_S seconds
@@ -61,7 +61,7 @@ ALIVE, WRITE_STACKS = "I am alive", "write your stacks"
 
 class Heartbeat:
     """The heartbeat thread of one rank, and the data that the thread uses. All ranks must create
-    their `Heartbeat` at the same time; then each rank calls `start`."""
+    their `Heartbeat` at the same time. Afterwards, each rank calls `start`."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Heartbeat:
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        # the failure after which this rank's transports were aborted may have caused `error`
+        # if a transport of this rank has failed before, this failure may have caused `error`
         wires = self.wires.failed
         cause = f"; {wires}" if wires not in first else ""
         self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{cause}")

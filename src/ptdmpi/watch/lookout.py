@@ -104,7 +104,7 @@ class Lookout:
         """Let all ranks vote, after a step, whether to stop and whether to save. All ranks must
         call this method. Return the result, which is the same on all ranks.
 
-        `memory_bytes` is the peak memory of this rank; the result contains the greatest peak memory
+        `memory_bytes` is the peak memory of this rank. The result contains the greatest peak memory
         of all ranks. A vote needs only one small collective.
         """
         world = self.axes.world
@@ -119,8 +119,8 @@ class Lookout:
             self.requests.obeyed(name)
 
     def stops(self) -> None:
-        """Record that the training loop prints the reason for the stop. The judge on rank 0 then
-        does not print it again."""
+        """Record that the training loop prints the reason for the stop. The judge (the object on
+        rank 0 that watches all ranks) then does not print a line about the same signal."""
         if self.judge is not None:
             self.judge.stopping = True
 

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity
 from ptdmpi.config import RunConfig
 
 FOLDER = "profile"
-# maximum number of events in a snapshot of a GPU's memory; if there are more events, the oldest are
-# dropped
+# Maximum number of events in a snapshot of a GPU's memory. If there are more events, the oldest
+# events are dropped.
 MEMORY_EVENTS = 100_000
 
 

@@ -22,8 +22,8 @@ from ptdmpi.base import early
 from ptdmpi.base.say import put, send_nowhere
 from ptdmpi.config import SharedInputError
 
-# the exit code (EX_TEMPFAIL) of a run that has saved and stopped on request; the same command
-# resumes the run
+# The exit code (EX_TEMPFAIL) of a run that has saved and stopped on request. The same command then
+# resumes the run.
 STOPPED_EXIT_CODE = 75
 # SIGINT is sent by Ctrl-C, and SIGHUP when a terminal is closed. If a launcher started the ranks,
 # only the launcher gets these two signals.
@@ -36,7 +36,8 @@ LOOK_S = 1.0
 FIRST_SAVE_SHARE = 0.05
 
 # In a vote, each reason to stop is a number, and the result is the greatest number. Numbers from
-# _FIRST_SIGNAL on represent signals.
+# _FIRST_SIGNAL on represent signals, and _GONE means that the run directory was deleted or
+# replaced.
 _STOP_FILE = 1
 _TIME_LIMIT = 2
 _NO_READER = 3

@@ -20,8 +20,8 @@ MOST_PRINTED = 8
 
 
 class SlowRanks:
-    """The object that searches for slow ranks, on rank 0. It compares the times that the ranks need
-    for their own work; all ranks report these times.
+    """The object on rank 0 that searches for slow ranks. All ranks report the time that they need
+    for their own work, and this object compares these times.
 
     If `shares_cores` is True, a host has more threads than cores, and no rank is reported as slow,
     because the operating system then slows down different ranks at different times.

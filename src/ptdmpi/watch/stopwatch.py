@@ -14,8 +14,9 @@ COMPUTE_STEPS = 20  # the time of a rank's own work is the median over this numb
 class Doing(NamedTuple):
     """The activity of a rank at one moment.
 
-    `kind` and `op` have the same meaning as in `plan.schedule.simulate.Span`. If the rank waits for
-    a message, `peer` is the pipeline rank that must send it; otherwise `peer` is None.
+    `kind` is the kind of work, such as "forward" or "receive". `op` is the name of an op of the
+    schedule, such as "F2.0", or "" for other work. If the rank waits for a message, `peer` is the
+    pipeline rank that must send this message. Otherwise `peer` is None.
     """
 
     kind: str
@@ -38,10 +39,10 @@ class Place:
     """The present activity of a rank in its run. The main thread writes the attributes, and the
     heartbeat's thread reads them.
 
-    `doing` is the activity of the host. A change always replaces the whole object, so a reader
-    never sees an inconsistent one. `phase` is "start-up", "training", "validation", "saving" or
-    "ending". `step` is the number of the present step, counted from 1. `compute_s` lists the
-    seconds of this rank's own work in each of the last steps.
+    `doing` is the activity of the host. A change always replaces the whole object, so the
+    heartbeat's thread never reads a mixture of two activities. `phase` is "start-up", "training",
+    "validation", "tasks", "saving" or "ending". `step` is the number of the present step, counted
+    from 1. `compute_s` lists the seconds of this rank's own work in each of the last steps.
     """
 
     def __init__(self) -> None:
@@ -52,8 +53,9 @@ class Place:
         self._under_way: deque[_UnderWay] = deque()
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
-        """Store the marks (device events) before and after work that the host has launched on the
-        device. The marks are removed when the device has finished the work."""
+        """Store work that the host has launched on the device: the activity `doing` of the host,
+        and the marks (device events) before and after the work. Later calls of this method remove
+        the work after the device has finished it."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():

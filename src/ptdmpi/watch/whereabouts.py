@@ -21,8 +21,8 @@ SILENT_BEATS = 10
 # last report is ignored, so it does not count as waiting for another rank. Rank 0 does not wait for
 # the stacks of a stopped rank.
 MISSED_BEATS = 3
-# A busy machine may delay a thread by up to this number of seconds, so a shorter silence is not a
-# sign of an error.
+# A busy machine may delay a thread by up to this number of seconds, so a shorter silence of a rank
+# is not a sign of an error.
 LEAST_SILENCE_S = 5.0
 # Maximum number of rows of the table that is printed on the terminal. The table in the file has all
 # rows.
@@ -62,8 +62,8 @@ class Seen:
     at_s: float
 
     def age_s(self, now_s: float) -> float:
-        """Return the seconds from the beginning of the rank's activity to `now_s`, assuming that
-        the activity has not changed since the report."""
+        """Return the seconds from the beginning of the rank's activity to `now_s`. The result
+        assumes that the activity has not changed since the report."""
         return self.report.age_s + now_s - self.at_s
 
 
@@ -100,7 +100,8 @@ class Ranks:
 
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
-    """Return the number of seconds since any rank last began an activity."""
+    """Return the number of seconds since the most recent moment at which some rank began an
+    activity."""
     return min(seen.age_s(now_s) for seen in table.values())
 
 
@@ -109,8 +110,8 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
     work.
 
     If `rank` is in a collective, the result is the list of the ranks in the group that have not
-    entered the collective. If all have entered it, the result is the list of all other ranks in the
-    group.
+    entered the collective. If all ranks of the group have entered the collective, the result is the
+    list of all other ranks in the group.
     """
     report = table[rank].report
     if report.collective:

@@ -13,8 +13,8 @@ class Wires:
     """The communicators of one rank, which the heartbeat's thread queries. All methods of this
     class return immediately, without waiting.
 
-    The heartbeat thread queries the communicators because the main thread cannot do so while it
-    waits for its device. The main thread waits for its device once in each step.
+    The heartbeat thread queries the communicators, because the main thread waits for its device
+    once in each step, and can query nothing while it waits.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -42,8 +42,8 @@ class Wires:
         main thread does not react.
 
         After the abort, the main thread should stop waiting and raise an error. If this method is
-        still called PATIENCE_S seconds after the abort, it returns the failure; before that it
-        returns an empty text.
+        still called PATIENCE_S seconds after the abort, the main thread has not reacted, and the
+        method returns the failure. Before that time, it returns an empty text.
         """
         if not (self.failed or self.deaf) and (failure := self.axes.failure()):
             self.failed = failure

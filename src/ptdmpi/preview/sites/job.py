@@ -18,8 +18,9 @@ from ptdmpi.preview.ranks import needed_ranks
 from ptdmpi.preview.sites.site import Site
 from ptdmpi.train.checks import checked_data, with_form
 
-# Schedulers that do not warn a job before its time limit, or whose warning a training run cannot
-# use. With these schedulers, the run stops by itself before the time limit (`run.max_minutes`).
+# Schedulers that do not warn a job before its time limit, or that send a warning which a training
+# run cannot use. With these schedulers, the run stops by itself before the time limit
+# (`run.max_minutes`).
 UNWARNED = ("pbs", "lsf", "flux")
 # Keys whose default in a configuration differs from their default in `Layout`.
 UNSET = {"parallel": {"data": "auto"}}

@@ -23,7 +23,7 @@ START = '. "${PTDMPI_HOME'  # the beginning of a template's last line, which sta
 
 
 class Template:
-    """The lines of a template from the folder jobs/; the methods insert values."""
+    """The lines of a template from the folder jobs/. The methods insert values into these lines."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
@@ -34,8 +34,8 @@ class Template:
         return any(self._is(line, directive, option) for line in self.lines)
 
     def direct(self, directive: str, option: str, value: object) -> None:
-        """Set an option of the scheduler, such as "--nodes=", in the line for this option, or in a
-        new line if there is none."""
+        """Set an option of the scheduler, such as "--nodes=". The line for this option is replaced;
+        if the template has no such line, a new line is added."""
         wanted = f"{directive}{option}{value}"
         ours = [n for n, line in enumerate(self.lines) if self._is(line, directive, option)]
         if ours:
@@ -45,8 +45,8 @@ class Template:
         self.lines.insert(last + 1, wanted)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a shell variable in the line that assigns it, or, if there is none, in a new line
-        before the training starts."""
+        """Set a shell variable. The line that assigns it is replaced; if the template has no such
+        line, a new line is added before the training starts."""
         wanted = f"{name}={shlex.quote(value)}"
         ours = [n for n, line in enumerate(self.lines) if line.startswith(f"{name}=")]
         if ours:

@@ -35,15 +35,16 @@ def _is_line(text: str) -> str:
 
 
 def _is_commands(text: str) -> str:
-    """Return the text, which may have several lines, if it has no control characters except line
-    ends and tabs; otherwise raise ValueError."""
+    """Return `text`, which may have several lines. Raise ValueError if it has control characters
+    other than line ends and tabs."""
     if not all(line.expandtabs().isprintable() for line in text.split("\n")):
         raise ValueError("legal: lines without control characters")
     return text
 
 
-# Types of texts that are written into a script: ScriptName after a directive, ScriptLine as one
-# line, and ScriptCommands as lines of shell commands.
+# Types of texts that are written into a script. A ScriptName follows a directive of the scheduler,
+# such as #SBATCH --account=. A ScriptLine is one line, and ScriptCommands are lines of shell
+# commands.
 ScriptName = Annotated[str, AfterValidator(_is_name)]
 ScriptLine = Annotated[str, AfterValidator(_is_line)]
 ScriptCommands = Annotated[str, AfterValidator(_is_commands)]

@@ -122,8 +122,8 @@ def thinned(line: Points, most: int = POINTS) -> Points:
 
 
 def _losses(run: RecordedRun) -> Iterator[dict[str, Any]]:
-    """Yield the series of the losses: training, the mean over neighbouring steps if there are many
-    steps, validation, and a bigram model."""
+    """Yield the series of the losses: the training loss, its mean over neighbouring steps (if there
+    are many steps), the validation loss, and the loss of a bigram model."""
     losses = points(run.steps, lambda record: record["loss"])
     means, reach = centred_means([loss for _, loss in losses])
     if reach:

@@ -26,7 +26,8 @@ BUSY_FRACTION = 0.1
 
 
 class Followed:
-    """A run whose page is updated repeatedly. Raises InputError if `path` is not a run directory.
+    """A run whose page is updated while the run trains. Raises InputError if `path` is not a run
+    directory.
 
     Several threads may call `news`.
     """
@@ -46,8 +47,8 @@ class Followed:
 
     def news(self, known: int = 0) -> dict[str, Any]:
         """Return the head of the page, its content, and the version number of the content. `known`
-        is the version that the caller already has; if it is the newest version, the returned
-        content is None."""
+        is the version of the content that the caller already has. If this is the newest version,
+        the returned content is None."""
         with self._lock:
             status = self._watched.status()
             problem = ""
@@ -65,8 +66,8 @@ class Followed:
             return news
 
     def _refresh(self) -> str:
-        """Make the content again if files have changed. If this fails, keep the old content and
-        return the reason; otherwise return an empty text."""
+        """Make the content again if files have changed. Return "" after success. If the content
+        cannot be made, keep the old content, and return the reason."""
         made_of = self._signature()
         if made_of == self._made_of:
             return ""

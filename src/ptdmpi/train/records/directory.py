@@ -45,14 +45,14 @@ class RunDirectory:
         *,
         handed_over: Mapping[str, str] | None = None,
     ) -> None:
-        """Open the directory `path` for an attempt that resumes at step `resumed_step` (0: a new
-        run); `show` is a function that prints a line.
+        """Open the directory `path` for an attempt that resumes after step `resumed_step` (0: a new
+        run). `show` is a function that prints a line.
 
-        After a loss of ranks, `handed_over` maps the name of a file to the lines that could not be
-        written before the loss (see `unwritten`); it is None if no rank has live state (the
-        training state in the memory of ranks that survived a loss). Raises InputError if the
-        directory cannot be written to and no rank has live state. With live state, the run
-        continues after a warning.
+        `handed_over` is None unless the attempt continues from live state, which is the training
+        state in the memory of ranks that survived a loss. It maps the name of a file to the lines
+        that could not be written before the loss (see `unwritten`). If the directory cannot be
+        written to, a run with live state prints a warning and continues; any other run raises
+        InputError.
         """
         self.path = path
         self.metrics = path / "metrics.jsonl"
@@ -138,9 +138,9 @@ class RunDirectory:
 
     def tell(self, event: str, why: str) -> None:
         """Send a message about an event of the run, with the last step and its loss, to the
-        receivers that `log.notify` names. Under `ptdmpi run` nothing is sent, because `ptdmpi run`
-        sends the messages itself. After the message about the end of the run, no more messages are
-        sent."""
+        receivers that `log.notify` names. `event` is the name of the event, and `why` is its
+        reason. Under `ptdmpi run` nothing is sent, because `ptdmpi run` sends the messages itself.
+        After the message about the end of the run, no more messages are sent."""
         if self._messages is not None and not self._over:
             self._over = event != "begins"
             self._messages.send(event, self._step, self._loss, why)

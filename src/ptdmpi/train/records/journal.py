@@ -48,8 +48,8 @@ class Journal:
             self.directory.record(**values)
 
     def step(self, done: Completed, usual_s: float, **values: Any) -> None:
-        """Write the record of a step; `values` are added to it. Also write a log line if the step
-        is the last step of the run or a multiple of `log.every_steps`.
+        """Write the record of the step `done`. `values` are further entries of this record. Also
+        write a log line if the step is the last step of the run or a multiple of `log.every_steps`.
 
         `wire_bytes` and `wire_messages` in the record are the bytes and messages that rank 0 has
         sent in this step, for each group of ranks and each kind of message. (After a loss of ranks,
@@ -90,8 +90,8 @@ class Journal:
             self.directory.say(line, shown=is_last or not quiet())
 
     def keep_timeline(self, step: int) -> None:
-        """Write the timeline of one of the last steps up to `step`. All ranks must call this
-        method."""
+        """Write one timeline to the run directory. It shows the step with the median duration among
+        the last steps; `step` is the newest of them. All ranks must call this method."""
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:

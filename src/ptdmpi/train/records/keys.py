@@ -1,8 +1,8 @@
 """The keys of the records in `metrics.jsonl`, and the rows of a report that show their values.
 
 Every key that this version writes has an entry in `RECORD_KEYS`. The records of another version may
-have other keys; for such a key, the report shows its name and its newest value. This module does
-not import torch, so that reports are fast on login nodes.
+have further keys. For a key without an entry, the report shows the name of the key and its newest
+value. This module does not import torch, so that reports are fast on login nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ Choice = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A row of the report: its `name` in the output of --json, and the function `choose` that
-    computes the value of the row.
+    """A row of the report. `name` is the key of the row in the output of --json, and `choose` is
+    the function that computes the value of the row.
 
     `label` is the row's name in the table; by default it is `name` with spaces. If `of_layout` is
     True, the row uses only the records of steps that were trained with the newest layout.
@@ -37,8 +37,9 @@ class ReportRow:
 @dataclass(frozen=True)
 class RecordKey:
     """The use of one record key in the report. Exactly one of the three fields is set. `rows` are
-    the key's own rows. `within` is the name of another row in which the key is used. `hidden` is
-    the reason why the report does not show the key.
+    the key's own rows. `within` is the name of an entry of the summary that is computed from this
+    key and possibly from other keys (see `_WITHIN` in `report/summary.py`). `hidden` is the reason
+    why the report does not show the key.
     """
 
     rows: tuple[ReportRow, ...] = ()
@@ -89,7 +90,7 @@ def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
 AHEAD = tuple(f"multi_token_{module}_loss" for module in range(1, MOST_MODULES + 1))
 # the report shows the rows in the order of these keys
 RECORD_KEYS: Mapping[str, RecordKey] = {
-    # keys in the records of steps about the progress of the run
+    # keys about the progress of the run, in the records of steps
     "layout": _newest("layout", "text"),
     "rank_count": _newest("ranks"),
     "step": RecordKey(within="steps"),
@@ -109,7 +110,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "vocab_size": RecordKey(hidden="follows from the data; the sizes of messages need it"),
     "learning_rate": RecordKey(hidden="follows from the configuration; report.html has its curve"),
     "loss_scale": RecordKey(hidden="a part of fp16 training; skipped steps are shown instead"),
-    # keys in the records of steps about communication-efficient methods and experts
+    # keys about communication-efficient methods and experts, in the records of steps
     "consensus_distance": _newest("consensus_distance", label="distance between replicas"),
     "bits_per_element": _newest("bits_per_element"),
     "fullest_expert": RecordKey((ReportRow("fullest_expert", _largest_of_last, "fraction"),)),
@@ -128,7 +129,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "gradient_noise": RecordKey(within="gradient_noise"),
     "tasks": RecordKey(within="tasks"),
     "tasks_time_s": _median("median_tasks_time_s", "seconds", "median tasks"),
-    # keys in the records of steps about speed, memory and messages
+    # keys about speed, memory and messages, in the records of steps
     "step_time_s": _median("median_step_time_s", "seconds", "median step"),
     "tokens_per_s": _median("median_tokens_per_s"),
     "model_tflops_per_rank": _median("median_model_tflops_per_rank"),

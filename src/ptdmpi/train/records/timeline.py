@@ -11,14 +11,15 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.watch.stopwatch import Stopwatch
 
-RECENT_STEPS = 20  # number of last steps, one of which the timeline shows
+RECENT_STEPS = 20  # the timeline shows one of this number of last steps
 
 
 class StepSpans(NamedTuple):
     """The measurements of one step on this rank.
 
-    `inside_s` maps the name of a group of ranks to the seconds that this rank spent in the
-    collectives of this group while the rank executed ops.
+    `elapsed_s` is the duration of the step in seconds. `watches` are the stopwatches that have the
+    spans of this rank. `inside_s` maps the name of a group of ranks to the seconds that this rank
+    spent in the collectives of this group while the rank executed ops.
     """
 
     elapsed_s: float

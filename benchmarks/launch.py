@@ -79,7 +79,8 @@ def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
 
 
 def living_ranks(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Return the process ids of the living ranks of an mpirun, by rank."""
+    """Return a dictionary that maps each rank of the mpirun `process` that is still running to its
+    process id."""
     ranks = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # ignore a process that has ended in the meantime

@@ -1,9 +1,9 @@
 """Rounds of a comparison. Each of the compared programs or methods (a "side") runs once in each
 round, in changing order.
 
-The machines are shared with other programs, and their speed drifts. Therefore only figures of the
-same round are compared, and each round begins with a different side, so that no side benefits from
-the drift.
+The machines are shared with other programs, and their speed drifts. Therefore only measurements of
+the same round are compared, and each round begins with a different side, so that no side benefits
+from the drift.
 """
 
 import statistics
@@ -31,9 +31,10 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
     """Run each side (one of the compared programs or methods) once per round, in `rounds` rounds
-    after a warm-up round. Return a table with a row for each side. "per_s" is the side's rate per
-    second, and "ratio" is this rate divided by the rate of the side `plain` in the same round; both
-    are medians over the rounds. "least" and "greatest" are the smallest and the largest ratio."""
+    after a warm-up round. Return a table with a row for each side. "per_s" is the median over the
+    rounds of the side's rate per second. The ratio of a round is this rate divided by the rate of
+    the side `plain` in the same round. "ratio" is the median of the ratios, and "least" and
+    "greatest" are the smallest and the largest ratio."""
     # the first round is a warm-up
     done = [round_of(sides, number) for number in range(rounds + 1)][1:]
     table = {}

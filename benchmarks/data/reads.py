@@ -5,8 +5,8 @@ task.
                               [--peers PYTHON] [--megatron DIR]
 
 reads     reading samples of s = 1,024 tokens in the training order, compared with the expression
-          `memmap[i * s : i * s + s + 1].astype(np.int64)` for as many random i; all files are in
-          the page cache
+          `memmap[i * s : i * s + s + 1].astype(np.int64)` for the same number of random i (all
+          files are in the page cache)
 start     time and memory from the start of a process to its first batch, for 10^8 to 10^12 tokens
 write     writing token ids to shards, compared with h5py's create_dataset(data=...)
 tokenize  `ptdmpi-data tokenize`, compared with direct calls of the tokenizer and with other tools

@@ -1,16 +1,17 @@
 """The speed of tokenizing: ptdmpi's tool, direct calls of the tokenizer, and tools of other
 projects.
 
-Both comparisons use a text that every machine has (the sources of Python's standard library), and a
-BPE tokenizer that is trained on a part of this text:
+The module makes the two comparisons listed below. Both use a text that every machine has (the
+sources of Python's standard library), and a BPE tokenizer that is trained on a part of this text:
 
 - in one process, after a warm-up: `ptdmpi-data tokenize` is compared with direct calls of
-`encode_batch` and `encode_batch_fast` on texts in memory;
-- complete commands on all cores. A rate is the difference in tokens between two corpora of
-different length, divided by the difference in time, so that the start-up time (imports, the
-tokenizer's file, processes) cancels. The table has a separate column for the total time. Fast tools
-also tokenize a longer corpus. Direct calls run in one process per core, and each process tokenizes
-a separate file of the corpus.
+`encode_batch` and `encode_batch_fast` on texts in memory.
+- on all cores: the complete commands of the tools are compared. A rate is the difference in tokens
+between two corpora of different length, divided by the difference in time, so that the start-up
+time (imports, the tokenizer's file, processes) cancels. The table has a separate column for the
+total time. Fast tools also tokenize a longer corpus, because their times for the two corpora differ
+too little. Direct calls run in one process per core, and each process tokenizes a separate file of
+the corpus.
 """
 
 import json
@@ -172,8 +173,8 @@ if __name__ == "__main__":
 @dataclass(frozen=True)
 class Tool:
     """A command that tokenizes a corpus. `words` is a function that returns the command line for a
-    corpus, an output folder and a number of cores. `written` is the pattern of the output files
-    that have 2 bytes per token, if there are any."""
+    corpus, an output folder and a number of cores. `written` is a pattern of names of output files,
+    in which each token has 2 bytes. It is None if the tool writes no such files."""
 
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None
@@ -307,8 +308,10 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
 
 def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] | None:
     """Return the tokens per second of a tool in each round, from the difference between the tool's
-    shortest and longest corpus. Return None if the difference in time between the two corpora is
-    not greater than its variation between rounds."""
+    shortest and longest corpus. `seconds` has a list for each round, with the time of each corpus,
+    and `tokens` has the number of tokens of each corpus. Both begin with the shortest corpus.
+    Return None if the smallest difference in time between the two corpora is not greater than the
+    variation of this difference between rounds."""
     longest = len(seconds[0]) - 1
     differences = [times[longest] - times[0] for times in seconds]
     if min(differences) <= max(differences) - min(differences):
@@ -318,9 +321,10 @@ def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] 
 
 def _show(seconds: dict[str, list[list[float]]], tokens: list[int], what: str) -> None:
     """Print a table of the tools: tokens per second, the ratio to the first tool in the same round,
-    and the seconds of a complete command. `seconds` and `tokens` are for several corpora, shortest
-    first; `what` names the cores in the title. A dash means that `rates_between` returned no
-    rate."""
+    and the seconds of a complete command. `seconds` and `tokens` are for several corpora, the
+    shortest first (see `rates_between`). `what` is the part of the title with the numbers of cores
+    and documents. A dash means that `rates_between` returned no rate, for this tool or for the
+    first tool."""
     rates = {name: rates_between(times, tokens) for name, times in seconds.items()}
     plain = next(iter(rates.values()))
     print(f"\ntokenize, whole commands on {what}, {tokens[1]:,} tokens")

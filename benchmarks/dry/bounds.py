@@ -1,6 +1,7 @@
-"""A check of the counts in docs/reference/gpu-dry.md against bounds. There are bounds for the
-launches, moved bytes and activations of ptdmpi's layer, relative to the best of the other trainers,
-and a bound for the difference between the counted peak of memory and the planner's prediction."""
+"""A check of the counts in docs/reference/gpu-dry.md against bounds. The launches of one layer of
+ptdmpi, the bytes that it moves outside of matrix products, and its activations are each compared
+with the smallest value of the other trainers. The counted peak of memory is compared with the
+planner's prediction."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ Rows = Mapping[str, Any]
 
 def missed(rows: Rows) -> dict[str, str]:
     """Return a text for each row whose counts exceed a bound: the counted value and the bound.
-    `rows` are the rows of one table, by name; a row for one layer has the name "MODEL: TRAINER".
+    `rows` are the rows of one table, by name. A row for one layer has the name "MODEL: TRAINER".
     Rows without counts are skipped, because their failures are reported elsewhere.
     """
     of_row: dict[str, list[str]] = {}

@@ -1,5 +1,6 @@
-"""The environment of the null GPU: PyTorch's CUDA build, and the stand-ins for the libraries that
-it uses.
+"""The installation of the null GPU, a stand-in for a GPU, which accepts all launches and computes
+nothing. The null GPU consists of PyTorch's CUDA build, and of stand-ins for the CUDA libraries that
+PyTorch uses.
 
 Everything is in one folder, `build/gpu-dry`, which `make clean` removes. `site` has PyTorch's CUDA
 build, `headers` has NVIDIA's header files, and `lib` has the stand-in libraries. All other packages
@@ -30,8 +31,8 @@ STATE = "libnullgpu.so"
 RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
 COMPILE = ("gcc", "-std=gnu11", "-O1", "-fPIC", "-Wall", "-Werror")
-# The names of functions of NVIDIA's libraries. Their signatures differ, but the generated stand-ins
-# need not have the same signatures.
+# The names of functions of NVIDIA's libraries. The generated stand-ins all have the same signature,
+# because they ignore their arguments.
 NVIDIA = re.compile(r"(__)?(cu|nv|nccl)\w+")
 OF_RUNTIME = re.compile(r"(__)?cuda\w+")
 OF_DRIVER = re.compile(r"cu[A-Z](?!ile)\w+")

@@ -37,7 +37,7 @@ class DeviceWork(NamedTuple):
     roofline_s: float = 0.0
 
     def plus(self, other: "DeviceWork") -> "DeviceWork":
-        """Return the sum of both works, field by field."""
+        """Return the sum of this work and `other`, field by field."""
         return DeviceWork(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
@@ -81,8 +81,8 @@ def _work(launches: int, moved: int, flops: int) -> DeviceWork:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the floating-point operations of a matrix product, a convolution or attention; 0 for
-    other operators."""
+    """Return the number of floating-point operations of an operator, which is a matrix product, a
+    convolution or attention. Return 0 for other operators."""
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0
@@ -97,7 +97,8 @@ def moved_bytes(
     """Return the size of the tensors that an operator reads and writes on a type of device.
 
     Each tensor counts once, with the elements that it has in memory: an expanded dimension counts
-    as one element. A tensor that is changed in place counts as read and as written.
+    as one element. A tensor that is changed in place counts as read and as written. It counts only
+    as written if the operator overwrites it without reading it.
     """
     overwrites = func.overloadpacket.__name__ in OVERWRITES
     read: list[Tensor] = []

@@ -19,7 +19,8 @@ from tests._configs import small, tree
 from tests._engines import VOCAB_SIZE, microbatches
 from tests.device import test_engine, test_kinds
 
-# The model is so large that the allocator's rounding does not matter.
+# This model is so large that the sizes of its tensors, which the allocator rounds up, hardly
+# change.
 LARGE = {
     "model.layers": 4,
     "model.hidden": 1024,

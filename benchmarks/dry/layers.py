@@ -22,7 +22,7 @@ from ptdmpi.config import Config
 
 MICRO_SIZES = {"gpt 1.3b": 4, "llama 2.7b": 2}
 LEAST = 2  # number of layers of the smaller model; the larger model has one layer more
-SETTINGS = ("autocast", "bf16 weights")  # the settings of transformers
+SETTINGS = ("autocast", "bf16 weights")  # the settings in which transformers is counted
 # (number of layers, number of microbatches) -> the counts of a step
 Count = Callable[[int, int], Counts]
 
@@ -36,10 +36,10 @@ class Layer(NamedTuple):
 
 
 def of_layer(count: Count) -> Layer:
-    """Return the counts (launches, bytes, memory, ...) of one layer: the counts of a model with
-    three layers minus the counts of a model with two. The counts for one microbatch are the counts
-    of a step of two microbatches minus the counts of a step of one. `count` returns the counts of a
-    step, given the numbers of layers and of microbatches."""
+    """Return the counts (launches, bytes, memory, ...) of one layer, which are the counts of a
+    model with three layers minus the counts of a model with two layers. For one microbatch, they
+    are the counts of a step with two microbatches minus the counts of a step with one microbatch.
+    `count` returns the counts of a step, given the numbers of layers and of microbatches."""
     step = count(LEAST + 1, 2).minus(count(LEAST, 2))
     less = count(LEAST + 1, 1).minus(count(LEAST, 1))
     return Layer(microbatch=step.minus(less), step=step)

@@ -12,8 +12,8 @@ from benchmarks.gpu.parts import COMPILED, parts
 from benchmarks.gpu.reasons import reasons
 from benchmarks.gpu.timing import Measurement, Numbers, Row, measured_rows
 
-# The parts that are left out: they compile kernels, compare measured times, or measure another
-# trainer also with compilation.
+# Parts whose names end with one of these words are left out, because they compile kernels, compare
+# measured times, or measure another trainer also with compilation.
 LEFT_OUT = (COMPILED, "in turn", "by transformers", "by torchtitan", "small kernels")
 
 

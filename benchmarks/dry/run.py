@@ -26,8 +26,8 @@ PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # part -> numb
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
-    """Yield, after each row of a part, all rows so far. This process must have the environment of
-    the null GPU."""
+    """Count the rows of a part one by one, and yield all rows so far after each row. This process
+    must have the environment of the null GPU."""
     from benchmarks.dry import kinds, layers, measurement
     from benchmarks.gpu.timing import measured_rows
 
@@ -41,8 +41,9 @@ def of_part(name: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the command line: either all parts, or one part, whose rows are printed for the parent
-    process. The exit code is 1 if a row could not be counted or misses a bound of the page."""
+    """Count all parts, and write their tables into the page. With the option --part, count only
+    this part, and print its rows for the parent process. The exit code is 1 if a row could not be
+    counted or exceeds a bound (see `bounds.missed`)."""
     launch.prepare()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, help="count one part and print its rows")

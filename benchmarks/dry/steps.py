@@ -55,11 +55,11 @@ def counted(
     by_operator: bool = True,
 ) -> Counts:
     """Run a training step twice, and return the counts of the second run. In the first run, PyTorch
-    allocates its working memory, and the optimizer its states. After the step, the function
-    `state_bytes` returns the value of `Counts.state_bytes`. Its default returns all memory that is
-    allocated at this time, which is right for a trainer that keeps its gradients. If `by_operator`
-    is False, bytes and FLOPs are not counted: the launches of compiled kernels do not go through
-    PyTorch's dispatcher."""
+    allocates its working memory, and the optimizer its states. The function `state_bytes` is called
+    after the step, and returns the value of `Counts.state_bytes`. The default function returns all
+    memory that is allocated after the step. It is right for a trainer that keeps its gradients
+    after the step. If `by_operator` is False, bytes and FLOPs are not counted: the launches of
+    compiled kernels do not go through PyTorch's dispatcher."""
     gpu = NullGpu()
     step()
     torch.cuda.reset_peak_memory_stats()
@@ -124,6 +124,7 @@ def theirs(
 
 
 def planned_bytes(config: Config, vocab_size: int) -> int:
-    """Return the peak memory of ptdmpi's tensors that the planner predicts, in bytes."""
+    """Return the planner's prediction of the peak memory of ptdmpi's tensors on the first pipeline
+    rank, in bytes."""
     memory = MemoryModel.of(config, vocab_size, on_host=False)
     return memory.peak(config.layout, 0, config.microbatches).total

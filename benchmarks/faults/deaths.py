@@ -23,8 +23,9 @@ class Death:
 
 @dataclass(frozen=True)
 class KilledRun:
-    """A run of the kind `kind`, and its deaths. If the run was lost, `why` is the reason. `why` is
-    empty if the losses and the last state are the same as in an undisturbed run.
+    """A run of the kind `kind`, and its deaths. `why` is empty if the run was completed, and its
+    losses and last state are the same as in an undisturbed run. Otherwise the run is called lost,
+    and `why` is the reason.
 
     `copies` is True if the ranks continued from copies in memory, and False if they continued from
     checkpoints.

@@ -3,7 +3,7 @@ lost runs.
 
     python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--folder F] [--kinds zb-v]
 
-The module `kinds.py` lists the kinds of runs. In each run processes are killed up to 20 times, at
+The module `kinds.py` lists the kinds of runs. In each run, processes are killed up to 20 times, at
 random moments: one rank, all ranks, a rank while the ranks start, or the launcher. After each
 fault, the job must continue by itself until the run is complete. The losses and the last state must
 be bitwise equal to those of an undisturbed run. Runs of the same kind continue alternately from
@@ -64,7 +64,8 @@ class SupervisedRun:
         if copies:
             settings += ["checkpoint.memory_every_steps=1", "checkpoint.every_steps=0"]
         options = [word for setting in settings for word in ("--set", setting)]
-        # a start during which a rank dies trains no new step, so more restarts must be allowed
+        # `--restarts` limits the consecutive restarts without a new step. Allow many, because the
+        # benchmark also kills ranks while they start, before they train a step.
         limits = ["-n", str(way.ranks), "--restarts", str(2 * DEATHS)]
         command = [sys.executable, "-m", "ptdmpi", "run", *limits, *options]
         with open(self.output, "w") as file:
@@ -106,7 +107,8 @@ class SupervisedRun:
         return ranks
 
     def _launchers(self) -> list[int]:
-        """Return the process id of the launcher, the child of `ptdmpi run` that is not its guard
+        """Return a list with the process id of the launcher, or an empty list if the launcher has
+        ended. The launcher is the child of `ptdmpi run` that is not its guard
         (`ptdmpi.supervise.guard`)."""
         task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
         launchers = []
@@ -139,9 +141,11 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
     while len(deaths) < DEATHS:
         fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
         if fault == IN_A_START:
-            # at the latest at the first new step, because a fast machine would complete the run
+            # wait at most until the first new step, because a fast machine could complete the run
+            # in the random time
             job.wait_for(furthest + 1, choice.uniform(0.0, START_S))
-        # the run may have recorded step `furthest` + 1 before the death
+        # wait for step `furthest` + 2, because the run may have recorded step `furthest` + 1 just
+        # before its last death
         elif job.wait_for(furthest + 2):
             if deaths:
                 deaths[-1] = Death(deaths[-1].fault, time.monotonic() - died_s)

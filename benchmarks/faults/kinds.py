@@ -1,12 +1,12 @@
 """The kinds of runs whose processes the benchmark `every_kind` kills. They are made from the keys
 of the configuration.
 
-Each value of each key that has a few legal values is a kind of run: each data-parallel method,
-compressor, method of error feedback, ZeRO stage, pipeline schedule, context method, adapter,
-optimizer, precision, format of quantized weights, task, kind of model, and so on. So a new value or
-a new key is tested without a change here. LEFT_OUT lists the keys that are no kinds, and why. If a
-value is illegal alone, NEEDS has the further settings that a run with it needs; without them, an
-error about the configuration stops the benchmark.
+If a configuration key has only a few legal values, each of these values is a kind of run. So there
+is a kind for each data-parallel method, compressor, method of error feedback, ZeRO stage, pipeline
+schedule, context method, adapter, optimizer, precision, format of quantized weights, task, kind of
+model, and so on. A new value or a new key is therefore tested without a change here. LEFT_OUT lists
+the keys that are no kinds, and why. If a value is legal only together with other settings, NEEDS
+has these settings. If NEEDS lacks them, an error about the configuration stops the benchmark.
 """
 
 import json
@@ -30,7 +30,7 @@ from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
 STEPS = 120  # Number of steps of a run: enough for up to 20 deaths before the run ends.
-# Section, or key, that is no kind of run -> the reason.
+# Section or key whose values are not tried as kinds of runs -> the reason.
 LEFT_OUT: Mapping[str, str] = {
     "run": "how a run starts, stops and recovers, which `torture` and the tests try",
     "model": "other operators, but no other kinds of state; `model.kind` names whole models",
@@ -47,7 +47,7 @@ LEFT_OUT: Mapping[str, str] = {
     "adapt.targets": "names of linears",
     "recompute.layers": "a number",
 }
-KEPT = ("model.kind", "model.balance", "run.reproducible")  # kinds, although their sections are not
+KEPT = ("model.kind", "model.balance", "run.reproducible")  # tried, although their sections are not
 # Key -> the words with which the names of its kinds begin. For all other keys, the names begin with
 # the key's name and a hyphen.
 PREFIXES: Mapping[str, str] = {
@@ -67,7 +67,7 @@ PREFIXES: Mapping[str, str] = {
     "model.kind": "",
 }
 BLOCK = 8  # number of elements in a block of quantized weights
-SEQUENCE = 8  # number of tokens in a row of pairs, which is model.seq_length
+SEQUENCE = 8  # tokens in a row, which has one preference pair; equal to model.seq_length
 ADAPTED = (f"adapt.base={BASE}",)
 CHUNKS = ("parallel.virtual=2", "model.layers=4")
 EXPERTS = ("model.kind=llama", "model.experts=4", "model.experts_per_token=2")
@@ -129,9 +129,9 @@ def names_of(literal: object) -> tuple[str, ...]:
 
 
 def choices() -> Iterator[tuple[str, Any, bool]]:
-    """Yield (key, value, True if the value is the default) for each key of the configuration that
-    has only a few legal values and is not in LEFT_OUT, and for each of these values. The value
-    "none" is not yielded, and neither is False if it is the default."""
+    """Yield (key, value, True if the value is the default) for each value of each configuration key
+    that has only a few legal values and is not in LEFT_OUT. Leave out the value "none", and the
+    value False if it is the default."""
     for name, section in Config.sections().items():
         for key, field in section.model_fields.items():
             word = f"{name}.{key}"
@@ -162,7 +162,7 @@ def every_kind() -> dict[str, Way]:
     add("all_reduce", 2)
     for key, value, default in sorted(choices(), key=lambda choice: choice[2]):
         needs = NEEDS.get(f"{key}={value}", NEEDS.get(key, ()))
-        # with a default value a run may be the same as a run of an earlier kind
+        # a run with a default value is left out if it is the same as a run of an earlier kind
         if not default or all({*needs} != {*way.settings[1:]} for way in ways.values()):
             add(_name(key, value), 2, *needs, f"{key}={_toml(value)}")
     for stage in range(1, _most(ParallelConfig, "zero") + 1):
@@ -235,7 +235,8 @@ def prepare_pairs(folder: Path) -> None:
     log-probabilities of a reference model."""
     folder.mkdir()
     draws = np.random.default_rng(2)
-    # both sequences of a pair: two tokens of a prompt, then an answer
+    # Each of the two sequences of a pair has two tokens of a prompt, and then an answer. Only the
+    # tokens of answers count in the loss.
     counts = np.arange(SEQUENCE) % (SEQUENCE // 2) > 1
     ends = np.array([SEQUENCE // 2, SEQUENCE])
     path = folder / "shard-00000.h5"
@@ -243,8 +244,7 @@ def prepare_pairs(folder: Path) -> None:
     with ShardWriter(path, "torture", "0" * 64, **sizes, pairs=True) as writer:
         for _ in range(64):
             writer.write_row(draws.integers(0, VOCAB_SIZE - 1, SEQUENCE), ends, counts)
-        # a shard of rows ends with one extra token, because the labels of a row are the tokens that
-        # follow
+        # a shard of rows ends with one extra token, which is the label of the last token
         writer.write_row(np.array([VOCAB_SIZE - 1]), np.array([1]), np.array([False]))
     (header,) = Dataset(folder).headers
     values = draws.normal(-3.0, 0.5, header.tokens).astype(np.float32)

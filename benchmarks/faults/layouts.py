@@ -105,7 +105,8 @@ class Deck:
         self._left: list[Way] = []
 
     def deal(self) -> Way:
-        """Return the layout on the next card. Raises IndexError if the deck is empty."""
+        """Return the layout on the next card. Raises IndexError if no layout belongs to the kinds
+        of this deck."""
         if not self._left:
             self._left = self.random.sample(self.cards, len(self.cards))
         return self._left.pop()

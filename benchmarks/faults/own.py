@@ -13,7 +13,7 @@ class Momentum:
 
     @staticmethod
     def update(config: OptimizerConfig, group: Any, rate: float, updates: int) -> None:
-        """Update the weights of `group` in place."""
+        """Update the weights of `group` in place, with the learning rate `rate`."""
         kept: Sequence[Any] = group.moments[0]
         for weights, gradients, momentum in zip(group.masters, group.gradients, kept, strict=True):
             momentum.mul_(config.beta1).add_(gradients)

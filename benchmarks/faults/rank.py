@@ -3,9 +3,10 @@ of a save.
 
     python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 
-Rank RANK sends itself SIGKILL when it reaches PLACE for the COUNT-th time, so no buffer is flushed,
-and no signal handler runs. If PLACE is none, the rank is never killed. All ranks reach the place
-`write`. Only rank 0 reaches the other places.
+PLACE is a key of PLACES, which lists the points of a save. Rank RANK sends itself SIGKILL when it
+reaches PLACE for the COUNT-th time, so no buffer is flushed, and no signal handler runs. If PLACE
+is `none`, no rank is killed. All ranks reach the place `write`. Only rank 0 reaches the other
+places.
 """
 
 import os

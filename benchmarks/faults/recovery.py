@@ -58,7 +58,8 @@ path = "train"
 
 @dataclass(frozen=True)
 class Setup:
-    """A layout of the ranks that are started, and the number of ranks that a trial kills."""
+    """A layout of `ranks` started ranks, and the number `deaths` of ranks that a trial kills. The
+    last `spare` ranks wait until they replace a lost rank."""
 
     ranks: int
     tensor: int = 1
@@ -213,8 +214,8 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
         before = len(job.losses())
         since = kill_one(job, setup, choice)
         trial.deaths += 1
-        # sometimes the next rank is killed while the other ranks still recover from this death; no
-        # time is measured for either death
+        # Sometimes the next rank is killed while the other ranks still recover from this death.
+        # Then no time is measured for either death.
         alone = not soon
         soon = death + 1 < setup.deaths and choice.random() < 0.25
         if alone and not soon:
@@ -315,7 +316,7 @@ def main() -> int:
             trial = shrink_trial(folder, number, setup, choice)
             run = folder / "runs" / f"shrink-{number}"
         else:
-            setup = Setup(4)  # after a restart all ranks train again, so only one rank is killed
+            setup = Setup(4)  # a restart trial kills one rank, and then starts all ranks again
             undisturbed = straight(folder, setup)
             trial = restart_trial(folder, number, setup, choice)
             run = folder / "runs" / f"restart-{number}"

@@ -11,8 +11,9 @@ from benchmarks.faults.training import Way
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial. `why` says in one line why the run was lost; it is empty for other
-    outcomes."""
+    """The outcome of a trial. `came` is "survived" if the run was completed with the right results,
+    "refused" if the program ended with a clear error message, and "lost" otherwise. `why` says in
+    one line why the run was lost, and is empty for other outcomes."""
 
     fault: str
     number: int

@@ -48,8 +48,8 @@ keep_every = 12
 
 @dataclass(frozen=True)
 class Way:
-    """A case: a configuration for training runs. `settings` are passed to the command by
-    `--set`; `options` are options of mpirun."""
+    """A case: a configuration for training runs on `ranks` ranks. `settings` (KEY=VALUE) are passed
+    to `ptdmpi train` by `--set`, and `options` are options of mpirun."""
 
     name: str
     ranks: int
@@ -71,7 +71,8 @@ def prepare(folder: Path) -> None:
 
 class StartedRun:
     """A process of `ptdmpi train` for a case. Another start with the same run directory resumes the
-    run."""
+    run. `death` is the (place, count, rank) at which a rank kills itself (see
+    `benchmarks.faults.rank`)."""
 
     def __init__(self, folder: Path, case: Way, run: Path, death: tuple[str, int, int]) -> None:
         self.output = folder / "output.txt"
@@ -131,7 +132,7 @@ class StartedRun:
 
 
 def require_base(folder: Path) -> None:
-    """Train, for one step, the model that is the frozen base of runs with adapters; do nothing if
+    """Train the model that is the frozen base of runs with adapters, for one step. Do nothing if
     the model exists already."""
     if not (folder / BASE).is_dir():
         made = StartedRun(folder, Way(BASE, 1, ("run.steps=1",)), folder / BASE, ("none", 1, 0))
@@ -171,6 +172,6 @@ def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
 
 def records_deviate(run: Path, reference: Path) -> str | None:
     """Return a description of the difference if the recorded steps or losses of a run differ from
-    those of an undisturbed run; None if they are equal. The undisturbed run has recorded each step
-    exactly once."""
+    those of an undisturbed run. Return None if they are equal. The undisturbed run has recorded
+    each step exactly once."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

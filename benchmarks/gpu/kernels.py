@@ -132,8 +132,8 @@ def dropout_formula(x: Tensor, keep: Tensor) -> Tensor:
 
 
 def dropout_by(kernels: Kernels, samples: Tensor, x: Tensor, keep: Tensor) -> Tensor:
-    """Return dropout of `x` [tokens, batch, hidden] for the `samples` [batch]. The mask is computed
-    anew and equals `keep`."""
+    """Return dropout of `x` [tokens, batch, hidden] for the `samples` [batch]. This function
+    computes the mask itself, which then equals `keep`. The argument `keep` is not used."""
     stream = RandomStream.of(1, 1, samples.to(x.device))
     return drop_hidden(x, stream, DROPPED, kernels)
 
@@ -207,10 +207,11 @@ def small_kernels(
     device: torch.device, model: ModelConfig, micro_size: int, vocab_size: int
 ) -> Iterator[Row]:
     """Yield rows for the functions of a layer that consist of several operations, forward and
-    backward in bfloat16. A function has a row for each of these: ptdmpi's implementation; the
-    operations of the formula one after the other; Inductor, which fuses the operations; and
-    ptdmpi's kernel in Triton, if there is such a kernel and Triton is available. A row has the
-    seconds, and the difference from the result of the formula in float32."""
+    backward in bfloat16. A function has a row for ptdmpi's implementation ("ours"), for the
+    operations of its formula one after the other ("formula"), and for Inductor, which fuses these
+    operations. It also has a row for ptdmpi's kernel in Triton, if there is such a kernel and
+    Triton is available. A row has the seconds, and the difference from the result of the formula in
+    float32."""
     for kernel in _small(model, micro_size, vocab_size):
         wide = [tensor.to(device) for tensor in kernel.inputs]
         exact = kernel.formula(*wide)

@@ -1,5 +1,5 @@
-"""The overlap of communication with computation in a training with two replicas: the fraction of
-the time of a rank's NCCL kernels during which other kernels of the rank run, too. The times come
+"""The overlap of communication with computation in a training with two replicas. It is the fraction
+of the time of a rank's NCCL kernels during which the rank also runs other kernels. The times come
 from a trace of training steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints
 JSON on rank 0."""
 
@@ -55,9 +55,10 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the seconds for which NCCL's kernels ran, and for how many of these seconds other
-    kernels of the same rank ran, too. `events` are the events of a Chrome trace, with times in
-    microseconds."""
+    """Return the seconds for which NCCL's kernels ran, for how many of these seconds other kernels
+    of the same rank ran, too, and the ratio of these two times. `events` are the events of a Chrome
+    trace, with times in microseconds. If the trace has no kernel of NCCL, return only the reason,
+    with the key "skipped"."""
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
     nccl: list[Interval] = []
     others: list[Interval] = []
@@ -87,11 +88,11 @@ def overlap(
     shape: dict[str, Any] = SHAPE,
     vocab_size: int = VOCAB_SIZE,
 ) -> dict[str, Any]:
-    """Trace two training steps, after one warm-up step, of replicas on all ranks of `world`, which
-    communicate over the transport `wire`.
+    """Trace two training steps, after one warm-up step. Each rank of `world` trains a replica, and
+    the ranks communicate over the transport `wire`.
 
-    Rank 0 writes its trace to `file`, and returns the result of `under_kernels` for this trace. All
-    other ranks return {}.
+    Rank 0 writes its trace to `file`, and returns the number of ranks, the name of the file, and
+    the result of `under_kernels` for this trace. All other ranks return {}.
     """
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,5 +1,5 @@
 """The parts of the measurement of one GPU. Each part returns numbers, or raises an error with the
-reason."""
+reason why it was not measured."""
 
 import json
 from collections.abc import Iterator
@@ -102,7 +102,8 @@ def _losses(kind: str, precision: str, device: torch.device, steps: int) -> list
 
 
 def trace(device: torch.device, folder: Path) -> dict[str, Any]:
-    """Trace two training steps of a small model, and write them as a Chrome trace into `folder`."""
+    """Trace two training steps of a small model, and write them as a Chrome trace into `folder`.
+    Return the name and the size of the file."""
     from torch.profiler import ProfilerActivity, profile
 
     config = configuration(SMALL, "bf16", 2, "none")
@@ -181,8 +182,8 @@ def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
 def _comparisons(
     device: torch.device, folder: Path, name: str, shape: Shape
 ) -> Iterator[Measurement]:
-    """Yield the parts that measure other trainers, and the parts that measure, alternately, ptdmpi
-    and the fastest of these trainers."""
+    """Yield the parts that compare other trainers with ptdmpi for one model: transformers alone,
+    ptdmpi and transformers alternately, and, if the model is a LLaMA, torchtitan alone."""
     llama = shape.model.get("kind") == "llama"
     yield Measurement(
         f"{name} by transformers",

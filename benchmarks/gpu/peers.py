@@ -61,8 +61,8 @@ Measure = Callable[[Workload, Size, Callable[[Tensor], Tensor], torch.nn.Module]
 
 
 def sizes(workload: Workload) -> list[Size]:
-    """Return the microbatch sizes and recomputation modes to try. First are the sizes without
-    recomputation, from twice ptdmpi's size downwards, and then sizes with full recomputation."""
+    """Return the microbatch sizes and recomputation modes to try. The sizes without recomputation
+    come first, from twice ptdmpi's size downwards, and then the sizes with full recomputation."""
     tried = []
     size = min(2 * workload.micro_size, workload.sequences)
     while size:
@@ -195,10 +195,10 @@ def _largest_that_fits(
 ) -> dict[str, Any]:
     """Return the measured numbers of a setting, for the largest microbatch that fits.
 
-    `fits` maps a value of `half` to the microbatch sizes that fit. This function adds the sizes
-    that fit in this setting to `fits`. A compiled model needs about as much memory as the same
-    model without compilation. So sizes that did not fit without compilation are not tried with
-    compilation.
+    `fits` maps a value of `Setting.half` to the microbatch sizes that fit into memory. This
+    function adds the sizes that fit in this setting to `fits`. A compiled model needs about as much
+    memory as the same model without compilation. So sizes that did not fit without compilation are
+    not tried with compilation.
     """
     tried = fits.get(setting.half, sizes(workload))
     numbers = first_that_fits(workload.device, tried, partial(transformers_way, workload, setting))

@@ -31,8 +31,9 @@ PROGRAMS = {
     "overlap, 2 ranks": Program("overlap", 2, ("nccl",), turn=6, s=20.0),
     "wires, 4 ranks": Program("wires", 4, ("nccl", "mpi"), turn=6, s=15.0),
 }
-# NCCL settings for ranks that share a GPU. Each rank gets only a few thread blocks; otherwise the
-# ranks would wait for each other's thread blocks for ever.
+# NCCL settings for ranks that share a GPU. Each rank gets only a few thread blocks, so that the
+# thread blocks of all ranks run at the same time. Otherwise the ranks would wait for each other's
+# thread blocks for ever.
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 SHARING = (2, 30)  # the first version of libnccl that connects several ranks on one GPU
 

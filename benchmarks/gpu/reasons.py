@@ -5,6 +5,7 @@ from typing import Any
 
 # name of the file, in the folder of results, that has all measurements so far
 LATEST = "latest.json"
+# a part or a row that was not measured has one of these keys; the value is the reason
 WORDS = ("skipped", "left", "failed")
 
 

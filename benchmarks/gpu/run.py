@@ -61,7 +61,8 @@ class Record:
 
     def put(self, name: str, before: Part, now: Part) -> None:
         """Store the rows `now` of a part that was measured again, and write the files. `before` has
-        the earlier rows of the part."""
+        the earlier rows of the part. If the part has a model's FLOP/s, also store its ratio to the
+        measured FLOP/s of a matrix multiplication."""
         gemm = self.parts.get("machine", {}).get("gemm_flops")
         if gemm and "model_flops_per_s" in now:
             now = now | {"of_gemm": now["model_flops_per_s"] / gemm}
@@ -205,9 +206,9 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return the rows of a part that was measured again: the rows of the new measurement `now`,
-    except that a row that was done in the earlier measurement `before`, but is not done in `now`,
-    is taken from `before`."""
+    """Return the rows of a part that was measured again. `before` has the rows of the earlier
+    measurement, and `now` the rows of the new measurement. A new row replaces the earlier row of
+    the same name, unless the earlier row was done and the new row is not."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}
 
@@ -229,8 +230,8 @@ def fill(everything: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line: either the complete measurement, or one part, whose rows are printed
-    for the parent process."""
+    """Do the complete measurement. With the option --part, measure only this part, and print its
+    rows for the parent process."""
     # set the environment variables of a training run, also for the programs that this program
     # starts
     launch.prepare()

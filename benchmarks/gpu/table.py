@@ -11,7 +11,8 @@ WAYS = ("fa3", "cudnn", "flash")  # The attention kernels that the table may nam
 # A kernel is not used if its result differs from a float32 result by more than this fraction of the
 # largest value.
 APART = 0.02
-# kind of kernels in Triton -> the small kernel whose measured times decide whether it is used
+# kind of kernels in Triton -> the small kernel whose measured times decide whether this kind is
+# used
 IN_TRITON = {
     "loss": "loss",
     "norm": "RMSNorm",
@@ -56,8 +57,9 @@ def with_weight_gradients(
 
     The entry names the faster of the two methods "adds" and "rounds" in `rows`. It names "adds"
     only if the result of "adds" is not further from float32 than the result of "rounds". The table
-    is returned unchanged if "rounds" was not measured, or if the table has no entry for the vendor
-    of the device yet, because it is then unknown which version of torch first has "adds".
+    is returned unchanged if "rounds" was not measured. It is also returned unchanged if it has no
+    entry yet for the vendor of the device, because it is then unknown which version of torch first
+    has "adds".
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)

@@ -27,10 +27,10 @@ Row = tuple[str, Callable[[], Numbers]]  # (name of the row, function that measu
 class Measurement(NamedTuple):
     """One part of the measurement of a GPU.
 
-    Parts with a lower `turn` are measured first, because they are more important. `s` is the
-    approximate time in seconds of an undisturbed measurement of the part; the available time is
-    divided among the parts in proportion to `s`. `measure` is a function that returns all rows at
-    once, or yields the rows one by one, so that the measured rows remain if the part is
+    Parts with a lower `turn` are measured first, because they are more important. `s` is the time
+    in seconds that an undisturbed measurement of the part takes approximately. The available time
+    is divided among the parts in proportion to `s`. `measure` is a function that returns all rows
+    at once, or yields the rows one by one, so that the measured rows remain if the part is
     interrupted.
     """
 
@@ -67,7 +67,7 @@ def vendor(device: torch.device) -> str:
 def fresh(device: torch.device) -> None:
     """Return cached memory to the device, and reset the device's counter of peak memory, if it has
     one."""
-    # compiled graphs hold references to tensors, which would not be freed
+    # forget compiled graphs, because their references to tensors would keep these tensors in memory
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
@@ -81,7 +81,8 @@ def first_that_fits(
     device: torch.device, ways: Iterable[T], measure: Callable[[T], Numbers]
 ) -> Numbers | None:
     """Call `measure` with one setting of `ways` after another, until a setting fits into the
-    device's memory, and return the numbers that `measure` returned; None if no setting fits."""
+    device's memory. Return the numbers that `measure` returned for this setting, or None if no
+    setting fits."""
     for way in ways:
         fresh(device)
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -91,8 +92,8 @@ def first_that_fits(
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Return the median time in seconds of `repeats` calls, after two warm-up calls. The function
-    waits until the device has finished each call."""
+    """Return the median time in seconds of `repeats` calls of `work`, after two warm-up calls. The
+    time of a call ends when the device has finished its work."""
     module = torch.get_device_module(device)
     times = []
     for _ in range(WARM_UPS + repeats):

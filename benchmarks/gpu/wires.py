@@ -101,8 +101,8 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
 
 def alone(device: torch.device) -> Iterator[Check]:
     """Yield (name, function that checks the operation) for NCCL operations with a communicator of a
-    single rank. The trainer never makes such a communicator; these checks only show that the
-    library works, and leaves its inputs unchanged."""
+    single rank. The trainer never makes such a communicator. These checks only show that the
+    library works and leaves its inputs unchanged."""
     NcclCommunicator.open(MPI.COMM_SELF, device)
     assert NcclCommunicator.library is not None
     carrier = NcclCarrier(NcclCommunicator.library, MPI.COMM_SELF, "alone", ())
@@ -123,9 +123,10 @@ def alone(device: torch.device) -> Iterator[Check]:
 
 
 def conformance(world: World, wire: str, device: torch.device) -> dict[str, object]:
-    """Return two facts about the transport `wire`: the operations that give wrong results, and the
-    seconds of an all-reduce of 16 MiB. If a result is wrong, the returned table also has the key
-    "failed". All ranks return the same list of wrong operations.
+    """Check the transport `wire`, and return a dictionary. The key "wrong" lists the operations
+    that give wrong results, and "all_reduce_16_MiB_s" is the smallest time of an all-reduce of 16
+    MiB in seconds. If a result is wrong, the dictionary also has the key "failed". All ranks return
+    the same list of wrong operations.
 
     Raises InputError, on all ranks, if the transport cannot connect the ranks.
     """

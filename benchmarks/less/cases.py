@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Settings = Mapping[str, Any]
-# The settings of the optimizer for plain SGD. Without momentum and clipping, error feedback has the
-# same residuals as in the papers.
+# The settings of the optimizer for plain SGD. The optimizer has no momentum and no clipping,
+# because the papers about error feedback define its residuals without them.
 SGD: Settings = {
     "kind": "sgd",
     "learning_rate": 0.5,
@@ -29,7 +29,8 @@ class MethodCase:
     optimizer: Settings = field(default_factory=dict)
 
     def by_sgd(self) -> "MethodCase":
-        """Return the same method, but with plain SGD instead of AdamW; the papers use plain SGD."""
+        """Return the same method, but with plain SGD instead of AdamW, as in the papers about these
+        methods."""
         return MethodCase(f"{self.name}, SGD", self.section, SGD)
 
 

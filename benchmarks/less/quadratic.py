@@ -3,7 +3,8 @@
 Worker i of n has the loss f_i(x) = |H_i x - y_i|^2 / (2 m), where H_i has m rows. The workers
 together minimize the mean of all f_i, whose minimum x* is known. A stochastic gradient is the true
 gradient plus normal noise with standard deviation `noise`. The rows of X [repeats, n, dim] are the
-parameters of the workers; with this form, a step of a method takes only one or two lines of code.
+parameters of the workers. `repeats` is the number of repetitions, which differ only in the noise.
+In this form, a step of a method takes only one or two lines of code.
 """
 
 from collections.abc import Callable
@@ -35,8 +36,8 @@ class Problem:
     ) -> "Problem":
         """Return a random problem whose matrices H_i have Gaussian elements. `apart` is the
         standard deviation of each element of the workers' minima. The problem is drawn for `of`
-        workers, whose losses are then divided among `workers` workers, so that the mean loss is the
-        same for every number of workers."""
+        workers. Each of the `workers` workers then has the mean loss of `of` / `workers` of them,
+        so that the mean loss over all workers does not depend on `workers`."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))
@@ -186,7 +187,7 @@ class CompressedDescent:
 
 def falling(first: float, half: int) -> Callable[[int], float]:
     """Return a function for a learning rate that begins at `first` and decreases as 1 / (1 + step /
-    half)."""
+    half). At step `half`, the rate is half of `first`."""
     return lambda step: first / (1 + step / half)
 
 

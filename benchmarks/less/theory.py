@@ -28,8 +28,8 @@ class Lengths:
 
 
 def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
-    """Return, for each method and each number of workers, the final error with a constant learning
-    rate."""
+    """Return, for each method and each number of workers, the mean error in the last quarter of all
+    steps. The learning rate is constant."""
     by_method: dict[str, dict[int, float]] = {}
     for size in SIZES:
         problem = Problem.drawn(size, 10, noise=3.0, apart=0.3)
@@ -103,7 +103,8 @@ def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
 
 def compressed(lengths: Lengths, size: int = 8, dim: int = 200) -> dict[tuple[str, float], Array]:
     """Return the errors at the recorded steps, for each pair (kind of feedback, compression ratio).
-    The key ("PSGD", 1.0) has the errors of parallel SGD."""
+    The key ("PSGD", 1.0) has the errors of parallel SGD. If a training diverges, its errors become
+    infinite."""
     problem = Problem.drawn(size, dim, noise=0.3, apart=0.3)
 
     def errors_of(update: quadratic.Update) -> Array:

@@ -3,15 +3,16 @@
     python -m benchmarks.less.transient [--ranks 16]
 
 Worker i has the loss f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2. A step
-of decentralized SGD is X <- W (X - rate (X - b + noise)); ptdmpi's trainer computes the same step,
-with differences below 1e-10. This step is linear, so the means and covariances of all workers are
-computed exactly, without random samples. With the learning rate 1 / (k + k0) in step k, SGD that
-averages over all n workers has an error of sigma^2 / (n k). Decentralized SGD finally reaches the
-same error. The steps until then are the transient iterations (Pu, Olshevsky, Paschalidis 2020,
-arXiv 1906.02702). Here they end when the mean square error stays below 1.25 times the error of SGD
-over all workers. With the spectral gap `gap`, the number of transient iterations is of the order n
-/ gap if all workers have the same data, and n / gap^2 if the data differs (strongly convex; Ying et
-al. 2021, arXiv 2110.13363).
+of decentralized SGD is X <- W (X - rate (X - b + noise)), where X has the workers' parameters and W
+is the mixing matrix. ptdmpi's trainer computes the same step, with differences below 1e-10. This
+step is linear, so the means and covariances of all workers are computed exactly, without random
+samples. With the learning rate 1 / (k + k0) in step k, SGD that averages over all n workers has an
+error of sigma^2 / (n k). Decentralized SGD finally reaches the same error. The steps until then are
+the transient iterations (Pu, Olshevsky, Paschalidis 2020, arXiv 1906.02702). In this module, the
+transient iterations end when the mean square error stays below 1.25 times the error of SGD over all
+workers. For strongly convex losses and a topology with the spectral gap `gap`, the number of
+transient iterations is of the order n / gap if all workers have the same data, and n / gap^2 if the
+data differs (Ying et al. 2021, arXiv 2110.13363).
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """The training runs that are compared: one GPT with several batch sizes, trained with PTD-P and
-with ZeRO-3 on 2 and 4 ranks of two nodes."""
+with ZeRO-3 on 2 and 4 ranks of two nodes. PTD-P is the combination of pipeline, tensor and data
+parallelism of Narayanan et al. 2021."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

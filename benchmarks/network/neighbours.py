@@ -4,9 +4,9 @@ for methods that average with neighbours.
     python -m benchmarks.network.neighbours [--nodes 4] [--rounds 5]
 
 Every replica is on its own simulated node (`benchmarks.network.nodes`). The same ranks train the
-same GPT with every method, one method after another. A turn of a method has several steps, and ends
-when no message is in flight: if a method overlaps its messages with computation, the messages of a
-step also take time from the next step.
+same GPT with every method, one method after another. A turn of a method has several steps, because
+a method that overlaps messages with computation sends the messages of a step during the next step.
+A turn ends when no message is in flight.
 """
 
 import argparse
@@ -44,7 +44,8 @@ SIDES: dict[str, dict[str, object]] = {
 }
 MODEL = {"layers": 4, "hidden": 128, "heads": 4, "seq_length": 64}
 VOCAB_SIZE = 256
-# number of steps in a turn: a multiple of the period of each one-peer graph of 2 to 8 nodes
+# number of steps in a turn, which is a multiple of `average_every` and of the period (1 or 2 steps)
+# of a one-peer graph of 2 to 4 nodes
 STEPS = 8
 
 

@@ -3,10 +3,10 @@ across these nodes.
 
 A node has its own network, host name and /dev/shm, and shares the machine's files. Therefore MPI
 sees several nodes, and messages between nodes cross the link by TCP. After the benchmark, nothing
-of the nodes remains on the machine, even if the benchmark is killed: the switch is the first
-process of a process namespace that contains all nodes, and ends when its standard input ends, that
-is, when the program that made the nodes ends. The kernel then ends all processes of the nodes and
-removes their network.
+of the nodes remains on the machine, even if the benchmark is killed. The switch between the nodes
+is the first process of a process namespace that contains all nodes. Its standard input ends when
+the program that made the nodes ends, and then the switch ends, too. The kernel then ends all
+processes of the namespace and removes the network of the nodes.
 """
 
 import contextlib
@@ -55,8 +55,8 @@ class NoNodes(Exception):
 
 @dataclass(frozen=True)
 class NodeLink:
-    """The link between nodes: the rate of each node's network card, and the travel time of a
-    network frame."""
+    """The link between nodes: the rate of each node's network card in Mbit/s, and the travel time
+    of a network frame in microseconds."""
 
     # 0 means that a bridge of the Linux kernel connects the nodes, with full speed and no delay
     rate_mbit: float
@@ -123,8 +123,8 @@ class Nodes:
         """Start `python WORDS...` on the ranks of all nodes, as `launch.start` does."""
         hosts = ",".join(f"{name}:{ranks_per_node}" for name in self.names)
         options = ["--prtemca", "plm_ssh_agent", str(self.agent), "--host", hosts]
-        # with this option, each node gets its ranks; without it, jobs/mpi-env.sh would allow one
-        # node to have all ranks
+        # With this option, each node gets `ranks_per_node` ranks. Without this option, one node
+        # could get all ranks, because jobs/mpi-env.sh allows more ranks than cores.
         options += ["--map-by", f"ppr:{ranks_per_node}:node:oversubscribe"]
         options += ["--mca", "btl_tcp_if_include", "eth0"]
         command = launch.mpirun(ranks_per_node * len(self.names), words, options)
@@ -134,8 +134,9 @@ class Nodes:
 def answer(
     ranks_per_node: int, words: Sequence[str], link: NodeLink, limit_s: float = 600.0
 ) -> dict:
-    """Run `python WORDS...` on the ranks of two nodes connected by `link`, and return the last JSON
-    object that the program prints. The object must contain the number of `nodes` that MPI sees.
+    """Run `python WORDS...` on the ranks of two nodes connected by `link`, and return the JSON
+    object in the last line that the program prints. The key "nodes" of the object must have the
+    number of nodes that MPI sees.
 
     Raises NoNodes if this machine cannot simulate nodes, RuntimeError if the ranks fail or MPI does
     not see two nodes, and subprocess.TimeoutExpired. When the function returns, all ranks have
@@ -164,7 +165,7 @@ def _what_is_missing() -> str:
         return f"no {missing[0]}"
     version, _ = launch.start(["mpirun", "--version"], subprocess.PIPE).communicate()
     numbered = re.search(r"\(Open MPI\) (\d+)", version)
-    # Only Open MPI has an option that replaces ssh by another program; other launchers start ranks
+    # Only Open MPI has an option that replaces ssh by another program. Other launchers start ranks
     # on nodes in other ways.
     if numbered and int(numbered[1]) >= 5:
         return ""

@@ -2,10 +2,11 @@
 
     python -m benchmarks.network.ptd_zero3
 
-The benchmark needs root and Open MPI 5, and takes some minutes. PTD-P and ZeRO-3 train the same
-batches alternately, on 2 and 4 ranks of two nodes, across a slow link and across an unlimited link.
-The results are stored in results/ptd_zero3.json, from which `benchmarks.network.page` makes the
-tables and the pictures of the page.
+The benchmark needs root and Open MPI 5, and takes some minutes. PTD-P (here tensor parallelism
+within a node and a pipeline across the nodes) and ZeRO-3 train the same batches alternately, on 2
+and 4 ranks of two nodes, across a slow link and across an unlimited link. The results are stored in
+results/ptd_zero3.json, from which `benchmarks.network.page` makes the tables and the pictures of
+the page.
 """
 
 import datetime
@@ -43,9 +44,10 @@ def measure(
 
 
 def check_sent(case: Compared, run: dict[str, Any]) -> None:
-    """Raise RuntimeError if far fewer bytes crossed the link than ZeRO-3 must send; this would mean
-    that the weights were not sharded. (ZeRO-3 does not gather the last layer and the embedding
-    table a second time, which saves a fifth of the bytes.)"""
+    """Raise RuntimeError if less than 0.8 of `case.zero_bytes` crossed the link in a step of
+    ZeRO-3, which would mean that the weights were not sharded. The limit is below 1, because ZeRO-3
+    does not gather the last layer and the embedding table a second time, which saves a fifth of the
+    bytes."""
     for row in run["rows"]:
         sent = row["ways"][ZERO_3]["sent_bytes"]
         if sent < 0.8 * case.zero_bytes:

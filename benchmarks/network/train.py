@@ -3,8 +3,9 @@ alternately, and measures the steps.
 
     mpirun ... python -m benchmarks.network.train JOB
 
-The engines of both layouts are in the same processes. So the engine that waits for its turn takes
-no processor time from the other engine.
+JOB is JSON with the settings of `Compared` and with the messages that measure the link. The engines
+of both layouts are in the same processes. So the engine that waits for its turn takes no processor
+time from the other engine.
 """
 
 import json
@@ -22,7 +23,8 @@ from ptdmpi.comm import launch
 from ptdmpi.config import Config
 from ptdmpi.plan.layout.grid import grid_of
 
-# maximum relative difference of losses; the two layouts add in different orders
+# maximum relative difference of losses, which is not 0, because the two layouts add in different
+# orders
 LOSSES_AGREE = 1e-4
 
 
@@ -37,8 +39,8 @@ def sent_bytes() -> int:
 
 
 def compare(case: Compared, sizes: dict[int, int]) -> dict:
-    """Do all measurements on these ranks, and return their results. All ranks return the same
-    result.
+    """Do all measurements, together with the other ranks, and return the results of this rank. The
+    losses and the sent bytes are the same on all ranks, and each rank measures its own times.
 
     `sizes` maps the size of a message in bytes to the number of times that it is sent, in order to
     measure the link.
@@ -117,8 +119,8 @@ class _Trainer:
         return {"step_time_s": time_s, "sent_bytes": control.allreduce(sent), "loss": loss}
 
     def _microbatches(self, step: int) -> list:
-        """Return this data rank's part of the global batch of a step; the batch depends only on the
-        step."""
+        """Return the microbatches of this data rank for a step. The global batch depends only on
+        the step, so both layouts train the same tokens."""
         import torch
 
         from ptdmpi.model.batch import Microbatch

@@ -6,9 +6,10 @@ fitted to published times of NCCL's all-reduces within a node. The fractions for
 multiplications and memory are fitted to the times of a layer (Korthikanti et al. 2022, Table 4), of
 a small model on one GPU (Narayanan et al. 2021, Figure 7) and of matrix multiplications on an A100
 (published with Anthony et al. 2024, arXiv 2401.14489). For other devices, the fraction for matrix
-multiplications is scaled by the fastest matrix multiplications of the device (Bekman). The fraction
-for attention is fitted to the measurements that FlashAttention-2 publishes for A100 and H100. The
-program reads only the published files in `FILES`.
+multiplications is the fraction of the A100, multiplied by a ratio. This ratio compares the fastest
+matrix multiplications that Bekman measured on both devices, as fractions of their peaks. The
+fraction for attention is fitted to the measurements that FlashAttention-2 publishes for A100 and
+H100. The program reads only the published files in `FILES`.
 """
 
 from collections.abc import Iterator
@@ -40,9 +41,13 @@ HEADER = """\
 
 
 def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[str, float]:
-    """Return the constants of the formula T = c + 2 (n - 1) (step + S / (n rate)) for the time of
-    an all-reduce of S bytes on n GPUs: the start-up time c, the time `step` of one ring step, and
-    the rate as a fraction of the link's peak. The constants are fitted by least squares of relative
+    """Return the constants of the following formula for the time T of an all-reduce of S bytes on n
+    GPUs:
+
+        T = c + 2 (n - 1) (step + S / (n rate))
+
+    The constants are the start-up time c, the time `step` of one ring step, and the rate as a
+    fraction of the link's peak `link_bytes_per_s`. They are fitted by least squares of relative
     errors.
 
     If `known` has c and the time of one ring step, only the rate is fitted, and only to the times
@@ -77,7 +82,7 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted seconds, measured seconds) for the rows of Table 4 of Korthikanti et
     al. 2022, the times of one layer. The predictions use a cluster whose software overlaps the
     all-reduce of a column-parallel layer's input gradients with the computation of its weight
-    gradients, as the program of 2022 does."""
+    gradients, as the program of the paper does."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
@@ -174,9 +179,9 @@ def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
     """Return the root mean square of log(predicted / measured time), and the fitted fractions for
-    matrix multiplications and memory. `ring` has the constants of the links (see
-    `links`), which are not fitted here. `reading` is the assumption about Figure 7: its FLOP/s have
-    recomputation "counted" or "not counted"."""
+    matrix multiplications and memory. `ring` has the constants of the links (see `links`), which
+    are not fitted here. `reading` is the assumption about the FLOP/s of Figure 7 of Narayanan et
+    al. 2021: recomputation is "counted" or "not counted"."""
 
     def values(pair: list[float]) -> dict[str, float]:
         return {"gemm_fraction": pair[0], "memory_fraction": pair[1], **ring}
@@ -194,8 +199,8 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     "not counted") that fits better.
 
     Print the errors of both assumptions, for gradients of 2 and of 4 bytes. The scripts of the
-    published runs use only one of these two sizes (`gradient_bytes`); the other size is printed for
-    comparison.
+    published runs use only one of these two sizes (`gradient_bytes`). The errors with the other
+    size are printed for comparison.
     """
     cluster = load_cluster("selene")
     volta = load_cluster("v100-dgx2")

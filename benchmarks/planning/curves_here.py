@@ -4,9 +4,9 @@ machine.
 The curves show predictions and measurements of a small GPT on two and four ranks. Each curve varies
 one of these settings: the batch size (which changes the bubble), the division of the ranks between
 two of the three axes, the microbatch size, recomputation, or scatter/gather. `ptdmpi probe`
-measures the machine with the same number of ranks as the training. Four ranks may share fewer
-cores. While one of four such ranks waits, the other ranks run faster than in the probe, in which
-all ranks work at the same time.
+measures the machine with the same number of ranks as the training. If the machine has fewer than
+four cores, four ranks share these cores. While one of them waits in training, the others run faster
+than in the probe, in which all ranks work at the same time.
 """
 
 import statistics

@@ -1,5 +1,5 @@
-"""Predictions of published runs by other programs on other machines. These predictions show the
-planner's error on runs for which the planner was not calibrated.
+"""Predictions of published runs, which other programs made on other machines. These predictions
+show the planner's error on runs for which the planner was not calibrated.
 
 Each source is a file in `published/` with a row for each run, and a mapping from the rows to the
 planner's inputs. The mapping contains the properties of the machine that the source states, and
@@ -33,8 +33,8 @@ from ptdmpi.plan.machine.cluster import (
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
 # A DGX-1V has six NVLinks of 25 GB/s in each direction, and one EDR adapter.
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
-# torchtitan's programs are described like ptdmpi: both have FlashAttention, and sum gradients in
-# float32, layer by layer
+# The software properties of torchtitan are those of ptdmpi, because both have FlashAttention, and
+# sum gradients in float32, layer by layer.
 OURS = TRAINER.model_dump()
 # computed by `make calibrate` from the measurements that FlashAttention-2 publishes for an H100
 FLASH2_H100 = {"attention_fraction": 0.5}
@@ -53,8 +53,8 @@ class MappedSource:
     `device`, `node`, `software` and `efficiency` replace keys in these sections of the preset
     `cluster`. `layout` and `model` have the keys that all rows share. `chosen` describes the
     assumptions about properties that the source does not state. If `open_sizes` is True, the source
-    does not state the virtual stages, the microbatch size and the recomputation; then the fastest
-    layout that fits is assumed."""
+    does not state the virtual stages, the microbatch size and the recomputation. The run is then
+    assumed to have used the fastest layout that fits."""
 
     title: str
     file: str
@@ -72,7 +72,8 @@ class MappedSource:
         """Return the cluster on which the run in a row was measured. Gradients have 4 bytes if the
         row's group contains "bf16", because the program of the run adds gradients in float32.
         Stages are balanced with regard to the embedding if the group contains "embedding", or if
-        the layers cannot be divided evenly."""
+        the layers cannot be divided evenly. The software overlaps tensor-parallel messages with
+        computation if the column `overlap_tensor` is "yes"."""
         cluster = load_cluster(self.cluster)
         software = dict(self.software)
         if "bf16" in row["group"]:
@@ -97,7 +98,8 @@ class MappedSource:
 
     def layout_of(self, row: Mapping[str, str]) -> Layout:
         """Return the layout of the run. The row and the field `layout` state its sizes and
-        settings. Sizes that neither of them states have their default values."""
+        settings. Sizes that neither of them states have their default values. With one tensor rank,
+        sequence parallelism is off."""
         sizes = {name: int(row[short]) for short, name in NUMBERS.items() if row.get(short)}
         schedule = row.get("schedule") or "1f1b"
         stated = Layout(**{"schedule": schedule, **self.layout, **sizes})
@@ -334,8 +336,8 @@ def context_table() -> list[list[str]]:
 
 
 def by_size_table() -> list[list[str]]:
-    """Return a table of the mean error of each source, by the size of the tensor, context and
-    pipeline axes and of the microbatch."""
+    """Return a table with a row for each source. A row has the mean error of the runs for each
+    tensor, context and pipeline size, and for each microbatch size."""
     rows = [["source", "bias by t", "bias by c", "bias by p", "bias by b"]]
     for source in SOURCES:
         mapped = list(runs(source))

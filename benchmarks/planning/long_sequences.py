@@ -40,8 +40,8 @@ def pricer(length: int) -> Pricer:
 
 
 def memory(length: int) -> dict[str, float]:
-    """Return the predicted bytes of memory of a rank, by the name of the layout, for three layouts
-    with one sequence of `length` tokens per microbatch."""
+    """Return the predicted memory of a rank in bytes for three layouts, by the name of the layout.
+    A microbatch has one sequence of `length` tokens."""
     shared = Layout(TENSOR, 1, DATA, sequence_parallel=True, zero=1)
     layouts = {
         f"t = {TENSOR}": shared,

@@ -15,6 +15,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.plan.machine.cluster import Model, model_of
 
 PUBLISHED = Path(__file__).parent / "published"
+# the files whose runs are read if no file is named
 JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures")
 
 
@@ -61,8 +62,8 @@ def _row(raw: dict[str, str]) -> PublishedRun:
         raw["model"], {**sizes, "seq_length": int(raw["s"]), "vocab_size": int(raw["V"])}
     )
     virtual = int(raw["v"] or 1)
-    # Figure 7 does not state the mode of recomputation; without recomputation the largest
-    # microbatch would need 190 GB
+    # Figure 7 does not state the mode of recomputation. Full recomputation is assumed, because
+    # without it the largest microbatch would need 190 GB.
     full = raw["recompute"].startswith("full") or dataset == "Figure 7"
     layout = Layout(
         tensor=int(raw["t"]),

@@ -64,8 +64,9 @@ class Order(NamedTuple):
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> Order:
-    """Return the agreement of the order of the predictions with the order of the measured step
-    times; `measured` has the times in each round."""
+    """Return the agreement of the order of the predicted step times with the order of the measured
+    step times. `predicted` has one time for each layout, and `measured` has, for each layout, its
+    times in all rounds."""
     signs = []
     ties = 0
     for i, j in itertools.combinations(range(len(measured)), 2):
@@ -79,8 +80,8 @@ def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> 
 
 
 def compare(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> str:
-    """Return a table of the layouts with their measured and predicted step times, and the errors of
-    the predictions."""
+    """Return a text: a table of the layouts with their measured and predicted step times, and two
+    lines with the errors of the predictions and with the agreement of the orders."""
     rows = [["layout", "measured", "spread", "predicted", "error", ""]]
     errors = []
     for layout, guess, times in zip(LAYOUTS, predicted, measured, strict=True):

@@ -84,7 +84,7 @@ def best_table() -> list[list[str]]:
 
 def memory_table() -> list[list[str]]:
     """Return a table that checks the predicted memory. All published runs should fit, and the
-    predictions should agree with two memory limits that the paper states."""
+    predictions should agree with two memory limits that Narayanan et al. 2021 state."""
     runs = [row for row in published() if not row.calibrates]
     prices = [(row, predicted(row)) for row in runs]
     fitting = sum(price.fits for _, price in prices)

@@ -66,7 +66,7 @@ class Contest:
 
     def run(self, wanted: int, until_s: float) -> None:
         """Measure rounds until `wanted` rounds were undisturbed. Begin no further round that would
-        end after `until_s` (of time.monotonic); only the first round may end later."""
+        end after `until_s` (of time.monotonic). Only the first round may end later."""
         with contextlib.ExitStack() as stack:
             self._enter(stack, OURS, self.row, None)
             for rival in self.against:
@@ -193,8 +193,8 @@ def positive(text: str) -> int:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: end the program. The program ends by an exit, which also ends the processes
-    of all trainers; the signal alone would not end them."""
+    """Handle a signal: end the program. The program ends by an exit, because an exit also ends the
+    processes of all trainers, which the signal alone would not end."""
     for ending in (signal.SIGINT, signal.SIGTERM):
         # ignore further signals, because a second signal must not interrupt the exit
         signal.signal(ending, signal.SIG_IGN)
@@ -231,8 +231,8 @@ def main() -> None:
         sys.exit(2)
     missing: list[str] = []
     if options.rows is None and measuring.machine()["bf16"] == "none":
-        # on such a processor the other trainers' matrix multiplications run in scalar code, so the
-        # time is better spent on rounds in fp32
+        # without instructions for bf16, the other trainers' matrix multiplications in bf16 run in
+        # scalar code, so the time is better spent on rounds in fp32
         rows = [row for row in rows if row.precision != "bf16"]
         missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
     results, failures = all_rows(rows, tools, options, missing)

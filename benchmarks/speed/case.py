@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PRECISIONS = ("fp32", "bf16")
+# trainer -> the casts to bf16 (see `Variant.cast`) that are tried with this trainer
 CASTS = {
     "torch": ("microbatch", "step", "masters"),
     "deepspeed": ("masters", "microbatch"),
@@ -284,12 +285,13 @@ def _named(row: Row, words: Sequence[str]) -> bool:
 class Variant:
     """One combination of settings with which another tool can train a row.
 
-    `cast` is one of these: "fp32"; "microbatch" or "step" (bf16 autocast, entered once in each
-    microbatch or step; with "step" each weight is cast once per step); "masters" (bf16 weights and
-    gradients, fp32 master weights); "policy" (fp32 shards are gathered as bf16, and gradients are
-    reduced in fp32). `loss_parallel` and `sequence_parallel` are options of torch's DTensor. If
-    `reduce_each` is True, gradients are reduced into shards after each microbatch and never stored
-    unsharded. If `reduce_each` is False, they are reduced after the last microbatch.
+    `cast` says how the computation uses bf16. With "fp32", it uses no bf16. With "microbatch", bf16
+    autocast is entered in each microbatch, and with "step" once in each step, so that each weight
+    is cast once per step. With "masters", weights and gradients are bf16, and master weights are
+    fp32. With "policy", fp32 shards are gathered as bf16, and gradients are reduced in fp32.
+    `loss_parallel` and `sequence_parallel` are options of torch's DTensor. If `reduce_each` is
+    True, gradients are reduced into shards after each microbatch and never stored unsharded. If
+    `reduce_each` is False, they are reduced after the last microbatch.
     """
 
     tool: str = "torch"
@@ -329,7 +331,7 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
         casts = ("policy",) if fsdp else CASTS[tool]
         decisions.append([{"cast": cast} for cast in casts])
     # Megatron-Core and torchtitan need no decision about loss parallelism, because they never
-    # gather logits. Megatron-Core divides the sequence only with its CUDA norms.
+    # gather logits. Megatron-Core has sequence parallelism only with its CUDA norms.
     if row.sizes.tensor > 1 and tool == "torch":
         decisions.append([{"loss_parallel": True}, {"loss_parallel": False}])
     if row.sizes.tensor > 1 and tool in ("torch", "torchtitan"):

@@ -33,11 +33,12 @@ def reproducible(wanted: int) -> None:
 
 def leaves(wanted: int) -> None:
     """Compare training steps in which the tree of gradient sums has 8 leaves for each 1024 tokens
-    with steps in which it has one leaf for 1024 tokens.
+    with steps in which it has one leaf for 1024 tokens. A leaf is the gradient of one microbatch.
 
-    The 8 leaves are whole samples of 64 tokens, so attention is the same in both cases. The 8
-    leaves represent 8 chunks of a longer sample. In a real longer sample, each chunk would also
-    have its own part of the gradients of keys and values.
+    The microbatches have 2 samples in the first case, and 16 samples in the second case. All
+    samples have 64 tokens, so attention is the same in both cases. The 8 leaves represent 8 chunks
+    of a longer sample. In a real longer sample, each chunk would also have its own part of the
+    gradients of keys and values.
     """
     many = Row("single", "fp32", GptSizes(seq_length=64, global_size=128), reproducible=True)
     few = replace(many, case=replace(many.case, micro_size=16))

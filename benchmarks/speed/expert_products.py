@@ -4,9 +4,9 @@ bare products.
 The comparison is done twice: with the sizes of the row `moe`, and with many small experts. The
 experts' time includes everything that a layer does with its experts: the router, the selection of
 rows, the activation, the addition of results and all gradients. The bare products of an expert are
-the matrix products of its forward pass, of its input gradients and of its weight gradients, for the
-same number of tokens. The layer's experts and the bare products are measured in turn, in processor
-time of one thread, so that other work on the machine hardly disturbs the ratio.
+the matrix products of its forward and backward pass alone, for the same number of tokens. The
+layer's experts and the bare products are measured in turn, in processor time of one thread, so that
+other work on the machine hardly disturbs the ratio.
 
     python -m benchmarks.speed.expert_products
 """

@@ -1,6 +1,6 @@
-"""The GPT of the benchmark in plain torch, as a user of torch would write it: tensors have the
-batch as their first dimension, queries, keys and values come from one linear layer, and attention
-is torch's scaled dot product attention (SDPA).
+"""The GPT of the benchmark in plain torch, as a user of torch would write it. The batch is the
+first dimension of tensors. Queries, keys and values come from one linear layer, and attention is
+torch's scaled dot product attention (SDPA).
 
 The parameters of this model have the same names and the same random values as in ptdmpi (the values
 depend on seed and name), so the losses of both models must agree.

@@ -76,8 +76,8 @@ class Sleeper:
 
 @dataclass(frozen=True)
 class Makespan:
-    """The seconds of a step on `ranks` pipeline ranks, and the host's microseconds per action (op
-    or message) if ops do nothing."""
+    """The measured (`taken_s`) and simulated seconds of a step on `ranks` pipeline ranks, and the
+    host's microseconds per action (op or message) if ops do nothing."""
 
     schedule: str
     ranks: int
@@ -96,7 +96,8 @@ class Makespan:
 
 
 def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
-    """Yield, for each schedule, the fastest of `repeats` steps. All ranks call this function."""
+    """Yield, for each schedule and each shape of the activations, the fastest of `repeats` steps.
+    All ranks call this function."""
     axes = World(comm).split(Grid({"tensor": 1, "data": 1, "pipeline": comm.size}))
     axis = axes["pipeline"]
     for (kind, virtual), shape in itertools.product(SCHEDULES, SHAPES):

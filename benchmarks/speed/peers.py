@@ -47,8 +47,8 @@ def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
     reasons = {}
     left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):
-        # this lock remains from a process that was ended while it compiled; other processes would
-        # wait for it
+        # This lock remains from a process that was ended while it compiled. Remove it, because
+        # other processes would wait for it.
         lock.unlink()
     end_s -= 2 / 3 * max(0.0, end_s - time.monotonic())
     while left:

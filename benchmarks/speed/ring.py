@@ -1,5 +1,5 @@
-"""Causal ring attention in plain torch; the benchmark compares ptdmpi's context parallelism with
-it.
+"""Causal ring attention in plain torch, with which the benchmark compares ptdmpi's context
+parallelism.
 
 torch's own context parallelism supports only the kernels of GPUs (torch 2.13,
 distributed/tensor/experimental/_context_parallel). This module uses the same method as torch and

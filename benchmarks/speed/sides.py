@@ -1,5 +1,5 @@
-"""The trainers that a row of the benchmark compares; each of them is called a side of the row. A
-side is a group of processes, which train when they get a command."""
+"""The sides of a row of the benchmark, which are the trainers that the row compares. A side is a
+group of processes, which train when they get a command."""
 
 import contextlib
 import json

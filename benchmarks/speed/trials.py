@@ -14,7 +14,7 @@ TRIAL_MICROBATCHES = 2  # Number of microbatches per data rank in a trial.
 # Stop the trial of a variant that takes this many times as long as the fastest variant.
 GIVE_UP = 2.0
 GIVE_UP_OURS = 3.0  # Stop the trial of a variant that takes this many times as long as ptdmpi.
-FIRST_STEP_S = 5.0  # Seconds by which the first step may take longer than at the minimum rate.
+FIRST_STEP_S = 5.0  # Seconds that are added to the time limit of the first step.
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,10 @@ class Trials:
     early in one row, its `cast` (its way to compute in bf16) is not tried with the same tool in
     other rows.
 
-    After `until_s` (of time.monotonic; set for each row) no new trial begins. After that time, the
-    fastest variant so far is used, or the first variant if none was tried; `untried` counts the
-    variants that were not tried. The object waits for a trainer at most until the time `end_s`.
+    After the time `until_s` (of time.monotonic), which is set for each row, no new trial begins.
+    The fastest variant so far is then used, or the first variant if none was tried. `untried`
+    counts the variants that were not tried. The object waits for a trainer at most until the time
+    `end_s`.
     """
 
     def __init__(self, end_s: float = math.inf) -> None:

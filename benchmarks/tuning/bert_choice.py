@@ -23,8 +23,8 @@ ORDERS = ("pre", "post")
 VOCAB_SIZE = 2048
 SAMPLE_BYTES = 4_000_000
 MODEL = {"kind": "bert", "hidden": 64, "heads": 4, "ffn_hidden": 128, "seq_length": 128}
-# at this width, layers whose initial weights have the usual standard deviation of 0.02 hardly
-# change the residual stream
+# The usual standard deviation of initial weights, 0.02, is too small at this width: the layers
+# would hardly change the residual stream.
 MODEL |= {"init_std": 0.08}
 QUESTIONS = 16
 STEPS = 2000

@@ -1,11 +1,11 @@
 """A multiple-choice task made from a corpus: the model must choose the right one of four
 continuations of a passage.
 
-`python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The task's files depend only on the
-corpus, so two calls on one corpus write the same files. The passage of a question consists of
-consecutive lines of a document. The right answer consists of the lines after the passage; the wrong
-answers come from other documents. Questions for training and for validation are from different
-documents.
+`python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER` writes the files of the task into
+FOLDER. They depend only on the corpus, so two calls for one corpus write the same files. The
+passage of a question consists of consecutive lines of a document. The right answer consists of the
+lines after the passage. The wrong answers come from other documents. Questions for training and for
+validation are from different documents.
 """
 
 import json

@@ -76,8 +76,9 @@ def curve(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 def lines(curves: Mapping[Key, Mapping[int, float]], vocab_size: int) -> Iterator[str]:
     """Yield the lines of the table: the numbers of parameters, and the mean over the seeds of the
-    validation loss after each step, with the least and the greatest value at the end. Yield also,
-    for each seed, the difference between the last losses of the two models."""
+    validation loss after each step. The last cell of a row also has the smallest and the greatest
+    last loss. After the table, yield a line with the difference between the last losses of the two
+    models for each seed."""
     steps = list(next(iter(curves.values())))
     last = steps[-1]
     rows = []

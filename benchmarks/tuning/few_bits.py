@@ -120,8 +120,8 @@ def after_training(
 ) -> Iterator[list[str]]:
     """Yield the rows of a table with two perplexities, in bf16 and in int4. There are rows for
     three models: the model `base`, `base` after further training, and `base` after further training
-    with rounded weights. `trained` is a function that trains `base` further and returns the run
-    directory."""
+    in which each matrix multiplication rounds the weights to int4. `trained` is a function that
+    trains `base` further and returns the run directory."""
     models = {
         "none": base,
         "without rounded weights": trained("plain"),

@@ -1,10 +1,10 @@
 """An instruction task made from Python's standard library: the model must say in one line what a
 function does.
 
-`python -m benchmarks.tuning.one_line FOLDER`. The prompt is the source of a short function without
-its docstring; the answer is the docstring's first line, in the library's own style. Two calls with
-the same version of Python write the same files. Functions for training and for validation are from
-different modules, and no answer occurs twice.
+`python -m benchmarks.tuning.one_line FOLDER` writes the files of the task into FOLDER. A prompt is
+the source of a short function without its docstring. The right answer is the docstring's first
+line. Two calls with the same version of Python write the same files. Functions for training and for
+validation are from different modules, and no answer occurs twice.
 """
 
 import ast

@@ -4,9 +4,9 @@ methods in alternating steps.
     python -m benchmarks.tuning.step memory BASE METHOD LENGTH RECOMPUTE
     python -m benchmarks.tuning.step time BASE LENGTH ROUNDS
 
-A model with the sizes of BASE is trained in bfloat16, with random tokens and weights and one row of
-LENGTH tokens per step; METHOD is "lora" or "full". The output is JSON. A process measures the
-memory of only one setting, because the peak memory of a process never decreases.
+METHOD is "lora" or "full". A model with the sizes of BASE is trained in bfloat16, with random
+weights, on random tokens, with one row of LENGTH tokens per step. The output is JSON. A process
+measures the memory of only one setting, because the peak memory of a process never decreases.
 """
 
 import json

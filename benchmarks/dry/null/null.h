@@ -35,11 +35,12 @@ void null_remember(void *address, size_t bytes, enum null_place place);
 int null_forget(void *address); /* returns 0 if the memory was unknown */
 enum null_place null_place_of(const void *address);
 
-/* Copy or fill as the device would. */
+/* Copy or fill memory, as the device would. */
 void null_copy(void *to, const void *from, size_t bytes);
 void null_fill(void *to, int value, size_t bytes);
 
-/* Return the value of an attribute of the device, by its number in the runtime and the driver. */
+/* Return the value of an attribute of the device. An attribute has the same number in the runtime
+ * and in the driver. */
 int null_attribute(int attribute);
 
 #endif

@@ -11,8 +11,9 @@
 
 #define MOST_REGIONS 65536
 
-/* Copies within the device, and fills with zero, are not carried out from this number of bytes on:
- * no kernel has written values to this memory, and pages that are not accessed take no memory. */
+/* Copies within the device, and fills with zero, are skipped if they have at least this number of
+ * bytes. They would change nothing, because no kernel has written values to this memory. Skipping
+ * them saves memory of the host, because pages that are not accessed take no memory. */
 #define LEAST_UNTOUCHED ((size_t)1 << 20)
 
 struct region {
@@ -127,7 +128,7 @@ void null_fill(void *to, int value, size_t bytes) {
 int null_attribute(int attribute) {
     switch (attribute) {
     case 1: /* threads per block */
-    case 2: /* block dimensions x and y; z is 4 */
+    case 2: /* block dimensions x and y (attribute 4 is z) */
     case 3:
         return 1024;
     case 4:

@@ -1,6 +1,6 @@
-"""The trainer with transformers' GPT-2 or Mixtral, as users of transformers train these models: the
-model, autograd, and torch's fused AdamW, on several data ranks with torch's
-DistributedDataParallel. Training starts with ptdmpi's initial weights."""
+"""The trainer with transformers' GPT-2 or Mixtral, as users of transformers train these models. It
+uses the model of transformers, and torch's autograd and fused AdamW. On several data ranks, it also
+uses torch's DistributedDataParallel. Training starts with ptdmpi's initial weights."""
 
 import contextlib
 import json

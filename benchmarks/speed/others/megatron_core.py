@@ -2,7 +2,7 @@
 reductions, with the initial weights of `plain_torch`'s GPT, and torch's fused AdamW.
 
 Megatron-Core calls a CUDA device in many places. `stand_in` replaces the functions of torch that
-these calls use. Of Megatron-Core itself, only the two functions that get and set the state of
+these calls use. In Megatron-Core itself, only the two functions that get and set the state of
 CUDA's random generator are replaced, by functions that do nothing. With these replacements, the
 ranks compute as on a GPU, but with Megatron-Core's implementations in plain torch instead of its
 CUDA kernels (Apex, Transformer Engine).

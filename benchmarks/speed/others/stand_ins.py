@@ -17,7 +17,7 @@ class _Kernels(types.ModuleType):
 def for_torchtitan() -> None:
     """Make the CPU the device that torchtitan finds in this process."""
     torch._utils._get_available_device_type = lambda: "cpu"
-    # torchtitan imports these Triton kernels of its expert parallelism. Torch for CPUs does not
-    # have Triton, and no row of the benchmark calls the kernels
+    # torchtitan imports these Triton kernels of its expert parallelism. torch for CPUs does not
+    # have Triton. A stand-in is enough, because no row of the benchmark calls the kernels.
     kernels = "torchtitan.distributed.minimal_async_ep.kernels"
     sys.modules[kernels] = _Kernels(kernels)

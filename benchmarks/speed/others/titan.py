@@ -167,8 +167,8 @@ class TitanTrainer:
             parameters += part.parameters()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    # without this setting, the all-reduce would also multiply by torchtitan's
-                    # factor of 1; gloo does not support such a factor
+                    # Without this setting, the all-reduce would also multiply by torchtitan's
+                    # factor of 1, which gloo does not support.
                     module.set_force_sum_reduction_for_comms(True)
         self.optimizer = Optimizer(row.config, parameters, masters=False, divided=False)
 

@@ -193,7 +193,26 @@ def test_codes_stand_beside_what_they_would_be_of_large_matrices(method, kind, w
     assert found == pytest.approx(whole * code, rel=1e-3)
     (line,) = (text for name, text in traffic.rows(table) if kind.replace("_", "-") in name)
     size = file_size(found)
-    assert line == f"5.0 kB a step in 7 messages; closed form of large matrices: {size}"
+    assert line == f"5.0 kB a step in 7 messages; closed form, if matrices are large: {size}"
+
+
+def test_tokens_of_distributed_experts_are_no_exact_number():
+    """The router decides how many rows each rank gets; all other messages are known exactly."""
+    experts = {"model.experts": 4, "model.experts_per_token": 2, "parallel.expert": 2}
+    experts["model.kind"] = "llama"
+    config = small({**experts, "parallel.data": 4}, 4)
+    record = {"layout": str(config.layout), "vocab_size": 53, "step": 2}
+    counted = {"wire_bytes": {"expert": {"all_to_all": 5000}}, "wire_messages": {}}
+    table = traffic.sent(record | counted, config.model_dump())
+    assumed = {
+        (group, kind): entry["closed_form_assumes"]
+        for group, kinds in table.items()
+        for kind, entry in kinds.items()
+    }
+    routed = {key for key, text in assumed.items() if text}
+    assert [kind for _, kind in routed] == ["all_to_all"] and len(assumed) > 1
+    texts = [text for name, text in traffic.rows(table) if "all-to-all" in name]
+    assert any("closed form, if all experts get equally many tokens: " in text for text in texts)
 
 
 def test_text_has_the_table_and_both_timelines(run):

@@ -71,6 +71,30 @@ def test_who_waits_is_answered_when_the_key_comes_or_told_that_it_does_not(comm)
     store.join()
 
 
+@parallel(ranks=[2])
+def test_a_request_that_cannot_be_answered_does_not_end_the_store(comm):
+    """A key that another rank deletes between the wait and the answer is waited for again."""
+    store = MpiStore(comm)
+    ask, answers = store._ask, []
+
+    def late(what, *arguments):
+        if what == "get" and not answers:
+            ask("delete", *arguments)
+            answers.append(ask("get", *arguments))
+            ask("set", *arguments, b"again")
+            return answers[0]
+        return ask(what, *arguments)
+
+    if comm.rank == 1:
+        store.set("word", "text")
+        with pytest.raises(dist.DistStoreError, match="the value of word is not a number: b'text'"):
+            store.add("word", 1)
+        with mock.patch.object(store, "_ask", late):
+            assert store.get("word") == b"again" and answers == [None]
+    store.leave()
+    store.join()
+
+
 def test_the_wire_needs_an_mpi_of_many_threads(monkeypatch):
     monkeypatch.setattr(Mailbox, "works_in_a_thread", lambda: False)
     with pytest.raises(InputError, match=r'no MPI_THREAD_MULTIPLE; legal: .* "mpi"'):

@@ -62,10 +62,15 @@ class MpiStore(Store):
         """Return the value of `key`; wait until the key exists. Raises DistStoreError after the
         time limit."""
         self.wait([key])
-        return self._ask("get", key)
+        value = self._ask("get", key)
+        while value is None:  # another rank has deleted the key in the meantime
+            self.wait([key])
+            value = self._ask("get", key)
+        return value
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the number under a key, and return the sum."""
+        """Add `amount` to the number under a key, and return the sum. Raises DistStoreError if the
+        value is not a number."""
         return self._ask("add", key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
@@ -101,7 +106,10 @@ class MpiStore(Store):
             self._asked += 1
             tag = FIRST_ANSWER + self._asked % ANSWERS
         self._comm.send((what, arguments, tag), 0, ASK)
-        return self._comm.recv(source=0, tag=tag)
+        answer = self._comm.recv(source=0, tag=tag)
+        if isinstance(answer, DistStoreError):
+            raise answer
+        return answer
 
 
 class _Server:
@@ -164,11 +172,15 @@ class _Server:
     def _set(self, key: str, value: bytes) -> None:
         self.values[key] = value
 
-    def _get(self, key: str) -> bytes:
-        return self.values[key]
+    def _get(self, key: str) -> bytes | None:
+        return self.values.get(key)
 
-    def _add(self, key: str, amount: int) -> int:
-        total = int(self.values.get(key, b"0")) + amount
+    def _add(self, key: str, amount: int) -> int | DistStoreError:
+        value = self.values.get(key, b"0")
+        try:
+            total = int(value) + amount
+        except ValueError:
+            return DistStoreError(f"the value of {key} is not a number: {value!r}")
         self.values[key] = str(total).encode()
         return total
 

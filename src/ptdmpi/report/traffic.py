@@ -9,7 +9,6 @@ from ptdmpi.base.traffic import KINDS, Traffic
 from ptdmpi.base.words import counted, file_size
 from ptdmpi.config import InputError
 from ptdmpi.plan.cost.traffic import StepTraffic
-from ptdmpi.plan.layout.grid import DATA
 from ptdmpi.report import trained
 
 
@@ -18,9 +17,10 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     entry.
 
     An entry has `messages` and `bytes`, which are from the record of the step, and
-    `closed_form_bytes` and `closed_form_is_exact`. The two closed-form entries are None if this
-    version cannot read the run's configuration, or if the step had another layout. The table is
-    empty for a record of an older version, which did not count messages.
+    `closed_form_bytes` and `closed_form_assumes`, the assumption of the formula; "" if the formula
+    is exact. The two closed-form entries are None if this version cannot read the run's
+    configuration, or if the step had another layout. The table is empty for a record of an older
+    version, which did not count messages.
     """
     if "wire_bytes" not in record:
         return {}
@@ -41,22 +41,21 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
                     "messages": messages.get(kind, 0),
                     "bytes": counted_bytes.get(kind, 0),
                     "closed_form_bytes": None,
-                    "closed_form_is_exact": None,
+                    "closed_form_assumes": None,
                 }
                 if closed_form is not None:
                     table[group][kind] |= {
                         "closed_form_bytes": expected_bytes.get(kind, 0),
-                        "closed_form_is_exact": group != DATA or closed_form.is_exact,
+                        "closed_form_assumes": closed_form.step.assumption(group, kind),
                     }
     return table
 
 
 class _ClosedForm(NamedTuple):
-    """The traffic of a step, computed by closed formulas. `is_exact` is False if the run compresses
-    gradients, or distributes experts over ranks (see `StepTraffic.is_exact`)."""
+    """The closed formulas of a run (`step`), and the traffic of a step that they predict."""
 
+    step: StepTraffic
     traffic: Traffic
-    is_exact: bool
 
 
 def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedForm | None:
@@ -68,7 +67,7 @@ def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedFo
         return None
     step = StepTraffic.of_config(checked, record["vocab_size"])
     traffic = step.of(rank=0, step=record["step"] - 1)
-    return _ClosedForm(traffic, step.is_exact) if traffic.tallies else None
+    return _ClosedForm(step, traffic) if traffic.tallies else None
 
 
 def rows(table: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -86,8 +85,8 @@ def _text(numbers: Mapping[str, Any]) -> str:
     text = f"{file_size(size)} a step in {counted(numbers['messages'] or 0, 'message')}"
     if foreseen is None:
         return text
-    if not numbers["closed_form_is_exact"]:
-        return f"{text}; closed form of large matrices: {file_size(foreseen)}"
+    if assumed := numbers["closed_form_assumes"]:
+        return f"{text}; closed form, if {assumed}: {file_size(foreseen)}"
     if foreseen == size:
         return f"{text}; closed form: the same"
     return f"{text}; closed form: {foreseen:,} bytes, not {size:,}"

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from ptdmpi.config.configuration import Sections
-from ptdmpi.config.kinds import LATENT
-from ptdmpi.config.model import SUBLAYERS, ModelConfig
+from ptdmpi.config.model import ModelConfig
+
+COVERED = ("attention", "mlp")  # the sublayers for which the table in `ptdmpi.config.mup` holds
 
 
 def mup_rules(sections: Sections) -> Iterator[str]:
@@ -47,8 +48,6 @@ def _refused_by_model(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield f'model.output_head = "{model.output_head}"', 'output_head = "linear"'
     if model.scale_embedding:
         yield "model.scale_embedding = true", "scale_embedding = false"
-    if model.latent:
-        yield f"model.sublayers with {LATENT}", '"attention" instead'
-    own = sorted({*model.sublayers} - {*SUBLAYERS})
-    if own:
-        yield f"model.sublayers with {own[0]}", ", ".join(SUBLAYERS)
+    others = sorted({*model.sublayers} - {*COVERED})
+    if others:
+        yield f"model.sublayers with {others[0]}", ", ".join(COVERED)

@@ -100,6 +100,15 @@ class StepTraffic:
         The counts then assume that all experts get equally many tokens."""
         return not encodes(self.method.section) and self.layout.expert == 1
 
+    def assumption(self, group: str, kind: str) -> str:
+        """Return the assumption that the count of the messages `kind` in the group of ranks `group`
+        makes. Return "" if this count is exact."""
+        if group == DATA and encodes(self.method.section):
+            return "matrices are large"
+        grid = layout_grid(self.layout)
+        deals = self.layout.expert > 1 and group == grid.called(grid.same_as(EXPERTS))
+        return "all experts get equally many tokens" if deals and kind == "all_to_all" else ""
+
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that one rank sends in step `step` (counted from 0), by
         group of ranks. Groups that have the same ranks are counted together, because they share a

@@ -75,7 +75,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Task:
-    """A task: chunks that are encoded together. `index` is the number of the task in its group,
+    """A task: chunks that are encoded together. `group` is the number of the group of files that
+    the task belongs to (see `group_sources`). `index` is the number of the task in this group,
     counted from 0."""
 
     group: int

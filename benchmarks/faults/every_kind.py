@@ -141,8 +141,8 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
     while len(deaths) < DEATHS:
         fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
         if fault == IN_A_START:
-            # wait at most until the first new step, because a fast machine could complete the run
-            # in the random time
+            # wait for a random time, but not beyond the first new step: in that time, a fast
+            # machine could complete the run
             job.wait_for(furthest + 1, choice.uniform(0.0, START_S))
         # wait for step `furthest` + 2, because the run may have recorded step `furthest` + 1 just
         # before its last death

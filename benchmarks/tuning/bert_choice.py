@@ -2,9 +2,10 @@
 
 `python -m benchmarks.tuning.bert_choice CORPUS.jsonl FOLDER` trains four models from random weights
 on the task of `continuations`, one after another, and prints a table. A run that is already
-complete in FOLDER is not repeated. With BERT's original order (norms after the residual sum,
-"post") training fails for large models. With norms before attention and MLP ("pre") training of
-large models does not fail (Shoeybi et al. 2019, Figure 7). This benchmark compares the two orders.
+complete in FOLDER is not repeated. In BERT's original order, norms come after the residual sums
+("post"), and training fails for large models. If norms come before attention and MLP ("pre"),
+training of large models does not fail (Shoeybi et al. 2019, Figure 7). This benchmark
+compares the two orders.
 """
 
 import json

@@ -11,6 +11,12 @@ def test_mistakes_of_our_own_keep_their_traceback():
         assert explained(error) is None
 
 
+def test_too_little_memory_is_one_line():
+    text, code = explained(ImportError("libtorch.so: failed to map segment from shared object"))
+    assert text.startswith("out of memory: libtorch.so") and code == 1
+    assert explained(MemoryError()) == ("out of memory: MemoryError", 1)
+
+
 def test_what_to_install():
     assert missing("tokenizers").endswith("pip install 'ptdmpi[data]'")
     assert missing("lm_eval").endswith("pip install 'ptdmpi[eval]'")

@@ -1,10 +1,12 @@
 """A rank that dies before MPI is initialized, of a job whose launcher goes on without it."""
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from ptdmpi.comm import starting
+from ptdmpi.comm import launch, starting
+from ptdmpi.config import InputError
 from tests.parallel import mpirun
 
 # Rank 1 dies by a signal as soon as it starts, or when watchers have seen all ranks.
@@ -64,3 +66,18 @@ def test_nothing_is_watched_without_a_launcher_that_goes_on(monkeypatch):
     for environ in ({}, {"OMPI_MCA_mpi_ft_enable": "1"}, {starting.JOB: "a"}):
         with starting.watched(environ):
             pass
+
+
+@pytest.mark.parametrize("limit_kb", [1, 999_999])
+def test_a_small_limit_on_memory_is_said_before_anything_is_loaded(monkeypatch, limit_kb):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit_kb * 1024, -1))
+    with pytest.raises(
+        InputError, match=rf"{limit_kb} kB, .* legal: unlimited, or at least 1000000"
+    ):
+        launch.prepare({})
+
+
+@pytest.mark.parametrize("limit", [-1, 1_000_000 * 1024])
+def test_a_sufficient_limit_on_memory_is_no_mistake(monkeypatch, limit):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, -1))
+    launch.prepare({"HOME": "/"})

@@ -47,6 +47,8 @@ def explained(error: BaseException) -> tuple[str, int] | None:
             "library), or pip install 'ptdmpi[mpi]'",
             2,
         )
+    if isinstance(error, MemoryError) or "failed to map segment" in str(error):
+        return f"out of memory: {escaped(str(error) or type(error).__name__)}", 1
     if isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename else ""
         text = escaped(f"{where}{error.strerror or error}")

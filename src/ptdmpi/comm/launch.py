@@ -8,6 +8,7 @@ every machine, and only if the user has not set them.
 import contextlib
 import gc
 import os
+import resource
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
@@ -17,6 +18,8 @@ from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 
+# Address space in bytes with which PyTorch and MPI can be loaded; with 0.7 GB, they abort.
+LEAST_ADDRESSES = 1_000_000 * 1024
 # environment variables in which launchers store the number of ranks that they have started
 SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
@@ -33,8 +36,10 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the environment variables that every rank needs. Call this function before importing
     mpi4py, torch or h5py.
 
-    Raises InputError if the current directory has been removed.
+    Raises InputError if the current directory has been removed, or if the limit on memory is too
+    small to load PyTorch.
     """
+    _require_address_space()
     try:
         os.getcwd()
     # raise InputError here, because otherwise Open MPI or MKL would end the process with a less
@@ -119,3 +124,14 @@ def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) ->
                 "MPI library do not speak the same protocol. Use the mpirun of the MPI that mpi4py "
                 "loads, or give srun its --mpi (srun --mpi=list; Open MPI: pmix, MPICH: pmi2)"
             )
+
+
+def _require_address_space() -> None:
+    """Raise InputError if the process may use less than `LEAST_ADDRESSES` of address space. The
+    libraries of PyTorch and MPI would then end the process with messages of their own."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= limit < LEAST_ADDRESSES:
+        raise InputError(
+            f"the limit on virtual memory (ulimit -v) is {limit // 1024} kB, which is too small to "
+            f"load PyTorch and MPI; legal: unlimited, or at least {LEAST_ADDRESSES // 1024}"
+        )

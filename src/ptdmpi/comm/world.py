@@ -197,9 +197,10 @@ class World:
         """Return the communicators of the grid's groups. Every rank of the world must call this
         method.
 
-        `wire` connects every group except the world, whose small host messages are sent through
-        MPI. By default `wire` is the transport that "auto" chooses. Raises InputError if the grid
-        and the world have different numbers of ranks.
+        `wire` is the transport that carries the messages of every group except the world. The
+        world sends only small messages from host memory, which always go through MPI. By default
+        `wire` is the transport that "auto" chooses. Raises InputError if the grid and the world
+        have different numbers of ranks.
         """
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")

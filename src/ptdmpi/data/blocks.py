@@ -1,9 +1,9 @@
 """Checksums for blocks of a shard's tokens. Training compares the tokens that it reads with these
 checksums.
 
-A shard has a dataset `token_blocks` with the CRC-32 of each block of BLOCK_TOKENS tokens. The last
-block may be shorter. Shards that older versions of ptdmpi wrote do not have `token_blocks`, and are
-read without verification.
+A shard is an HDF5 file. Its HDF5 dataset `token_blocks` has the CRC-32 of each block of
+BLOCK_TOKENS tokens. The last block may be shorter. Shards that older versions of ptdmpi wrote do
+not have `token_blocks`, and are read without verification.
 """
 
 import zlib

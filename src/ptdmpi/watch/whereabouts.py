@@ -90,9 +90,10 @@ class Ranks:
         return now_s - seen.at_s > SILENT_BEATS * self.beat_s and not seen.report.leaves
 
     def stopped(self, seen: Seen, now_s: float) -> bool:
-        """Return True if a rank counts as stopped in the search for the cause of a stall.
+        """Return True if a rank has missed MISSED_BEATS reports. The search for the cause of a
+        stall then takes the rank for suspended.
 
-        A rank that has written its stacks does not count as stopped: if its reports are late, its
+        A rank that has written its stacks is not taken for suspended: if its reports are late, its
         machine may only be busy.
         """
         missed = now_s - seen.at_s > MISSED_BEATS * self.beat_s

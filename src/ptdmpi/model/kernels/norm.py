@@ -1,5 +1,5 @@
-"""Norms (LayerNorm and RMSNorm), which one kernel can compute together with the residual sum before
-them, and the soft cap of scores and logits. RMSNorm and the soft cap are autograd Functions that
+"""Norms (LayerNorm and RMSNorm), and the soft cap of scores and logits. One kernel can compute a
+norm together with the residual sum before it. RMSNorm and the soft cap are autograd Functions that
 save few tensors."""
 
 from collections.abc import Iterator

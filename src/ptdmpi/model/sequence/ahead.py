@@ -16,7 +16,7 @@ class TokensAhead:
     `ids` int64 [m + 1, s, b]: `ids[k]` has, at position i, the token i + 1 + k. Module k reads
     `ids[k]` and predicts `ids[k + 1]`. `weights` float32 [m, s, b] are the weights of the
     predictions: 0 where the predicted token is after the end of the sample, or is in another
-    document. `counts` has the sum of the weights of each module.
+    document. `counts[k]` is the sum of the weights of module k's predictions.
     """
 
     ids: Tensor

@@ -226,8 +226,8 @@ class StageMemory:
         return in_full * PRECISIONS[self.precision].compute.bytes + layers * packed
 
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
-        """Return the matrices that each rank of a shard group of pipeline rank `rank` updates, as
-        the function `dealt` returns them."""
+        """Return, for each rank of a shard group of pipeline rank `rank`, the matrices that Muon
+        updates on this rank (see `plan.shape.dealt`)."""
         part = self._part(cut, tensor, rank)
         return dealt(self.model, self.vocab_size, part, sharing)
 

@@ -112,7 +112,9 @@ class Message:
     """A collective over an axis of the grid, which sends an activation or the gradient of an
     activation.
 
-    `whole_bytes` is the size of the whole tensor, as `base.traffic` defines it. `behind` has the
+    `whole_bytes` is the size that `base.traffic` calls x: the bytes that a rank has before an
+    all-reduce or a reduce-scatter, or after an all-gather; for an all-to-all, the bytes that a rank
+    sends to other ranks. `behind` has the
     kernels that run at the same time as the message on clusters that overlap kernels and messages.
     `pieces` is the number of smaller messages into which Megatron-LM of 2021 splits this message;
     each of these messages has its own latency. `to_next` is True for an all-to-all in which each

@@ -474,10 +474,10 @@ def linear_backward(
     outputs) needs for `rows` rows.
 
     In fp16 and bf16, the bytes include the gradient of the weight and its float32 copy, which is
-    added to the sum. If these products are computed in float32, the bytes include float32 copies of
-    the operands and of the result instead. If `adds_to_input` is True, the adapters of a frozen
-    linear layer add their gradients to the gradient of the input. If `weight_first` is True, the
-    gradient of the weight is freed before the gradient of the input is computed.
+    added to the sum. If matrix products of these types are computed in float32, float32 copies of
+    the operands and of the result are counted instead. If `adds_to_input` is True, the adapters of
+    a frozen linear layer add their gradients to the gradient of the input. If `weight_first` is
+    True, the gradient of the weight is freed before the gradient of the input is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes

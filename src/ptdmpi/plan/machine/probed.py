@@ -113,8 +113,8 @@ class KernelWay(FrozenTable):
 
     Entries with this information are in cluster files and in presets/kernels.toml. The entries of a
     cluster file take precedence. `capability` is a key of torch.cpu.get_capabilities(); "" means
-    any processor. `cpu` is the beginning of the processor's name. `measured` describes the
-    measurement in words.
+    any processor. `cpu` is the beginning of the processor's name. `measured` is a text
+    with the measured times of the implementations that were compared.
     """
 
     capability: str

@@ -1,7 +1,9 @@
-"""The operators of a layer. In `plan.layer`, a row is the description of one operator. This module
-has a class of torch modules for each kind of row, and the functions that compute the operators.
-`install` makes the module of each row and registers it under the row's name. `run` computes the
-operators in order. The planner and the model both use the rows of `plan.layer.describe`.
+"""The functions and torch modules that compute the operators of a layer. In `plan.layer`, a row is
+the description of one operator. The planner and the model both use the rows of
+`plan.layer.describe`. For each kind of row, `MAKERS` has a function that makes the torch modules of
+the operator and returns the function that computes it. `install` calls these functions for all rows
+of a layer. `run` computes the operators in order.
+
 Activations are [s, b, h], for b sequences of s positions and the hidden size h. Under sequence
 parallelism, activations outside attention and MLP have only this rank's positions.
 """
@@ -60,11 +62,12 @@ class Context:
     """The inputs of a layer's forward pass, except the activation.
 
     `stream` is the random stream for dropout; None without dropout. `documents` is None if each
-    sequence is one document. `rotary` has the cosines and sines of the rotary angles, if they
-    differ from the ones that the layer stores. `cache` has the keys and values of earlier tokens.
-    `positions` are the positions of the sequence that this rank has inside attention and MLP. If
-    the layer is recomputed, `chosen` has the experts that the first forward pass has chosen.
-    `factors` maps the name of each router loss to its factor in the gradient.
+    sequence is one document. `rotary` has the cosines and sines of the rotary angles; if it is
+    None, the layer uses its own stored cosines and sines. `cache` has the keys and values of
+    earlier tokens. `positions` are the positions of the sequence that this rank has inside
+    attention and MLP. If the layer is recomputed, `chosen` has the experts that the first forward
+    pass has chosen. `factors` maps the name of each router loss to the factor by which its gradient
+    is multiplied.
     """
 
     stream: RandomStream | None = None
@@ -96,10 +99,11 @@ class Build(NamedTuple):
 
 
 class Heads:
-    """The function that divides the output [s, b, (a + 2 kv) / t * head size] of the linear into
-    queries, keys and values by head, where a, kv and t are the numbers of query heads, key heads
-    and tensor ranks. Queries are [b, a / t, s, head size], keys and values are [b, kv / t, s, head
-    size]. Queries and keys are normalized and rotated if the description `row` says so."""
+    """The function that divides the output of attention's first linear layer into queries, keys and
+    values by head. The output is [s, b, (a + 2 kv) / t * head size], where a, kv and t are the
+    numbers of query heads, key heads and tensor ranks. Queries are [b, a / t, s, head size]. Keys
+    and values are [b, kv / t, s, head size]. Queries and keys are normalized and rotated if the
+    description `row` says so."""
 
     def __init__(self, row: SplitHeads, build: Build, norms: Sequence[Norm]) -> None:
         model, axis = build.model, build.axis
@@ -130,8 +134,8 @@ class Heads:
             q, k = (self._turned(x, number, rotary) for number, x in enumerate((q, k)))
         if rotary is not None:
             v = v.clone()  # Copy v, because a view would keep all of qkv in memory.
-        # In attention, heads come before positions, because products are computed for each head;
-        # other tensors are [s, b, ...]
+        # In attention, heads come before positions, because products are computed for each head.
+        # All other tensors are [s, b, ...].
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
     def _turned(self, x: Tensor, number: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -145,11 +149,12 @@ class Heads:
 
 
 class EarlyKeys(Heads):
-    """Three operators in one step: the matrix product that computes queries, keys and values, their
-    division into heads, and the gather of keys and values over the context axis. The matrix product
-    is computed in two parts: first keys and values, then queries. Keys and values are gathered
-    while the queries are computed. In the backward, the gradients of keys and values are summed
-    over the context axis while the gradients of the queries' part are computed."""
+    """The function that computes three operators together: the first linear layer of attention, the
+    division of its output into heads, and the gather of keys and values over the context axis. The
+    linear layer is computed by two matrix products: first the keys and values, then the queries.
+    Keys and values are gathered while the queries are computed. In the backward, the gradients of
+    keys and values are summed over the context axis. At the same time, the backward of the product
+    that computed the queries runs."""
 
     def __init__(
         self, row: SplitHeads, build: Build, norms: Sequence[Norm], linear: ColumnParallelLinear
@@ -158,7 +163,8 @@ class EarlyKeys(Heads):
         self.axis, self.layer, self.linear = build.context, build.layer, linear
 
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries at this rank's positions, and the keys and values at all positions."""
+        """Return the queries at this rank's positions, and the keys and values at all positions.
+        `x` is the input of the linear layer."""
         parts = ColumnParts(self.linear, x, context.of_adapters(self.layer), count=2)
         rotary = (context.rotary or self.rotary) if self.rotates else None
         first, end = self.heads * self.head_size, len(self.linear.weight)
@@ -180,8 +186,9 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `part` is the number of this rank's part of the heads. The context-parallel method
-        # "ulysses" (`deals`) also divides the heads among the context ranks.
+        # The heads are divided into parts of consecutive heads, and `part` is the number of this
+        # rank's part. The context-parallel method "ulysses" (`deals`) also divides the heads among
+        # the context ranks.
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -195,7 +202,8 @@ class SelfAttention(Computing):
             model.attention_softcap,
         )
         self.attend = AttentionCore(self.scores)
-        # ring attention saves no scores, and a recomputation would send all keys again
+        # ring attention saves no scores, and a recomputation would send all keys again, so ring
+        # attention is never recomputed selectively
         self.selective = build.selective and not self.in_ring
 
     def take(self, kernels: Kernels) -> None:
@@ -234,7 +242,8 @@ class SelfAttention(Computing):
             return self.attend(q, k, v, context.documents, positions=positions)
         if kv_heads != heads:
             group = heads // kv_heads
-            # copy the shared key heads, because batched products do not support groups of heads
+            # copy each key head for every query head that shares it, because batched products need
+            # as many key heads as query heads
             k = k.repeat_interleave(group, dim=1)
             v = v.repeat_interleave(group, dim=1)
         scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
@@ -340,8 +349,8 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Compute | None
 
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the queries at this rank's positions, and the keys and values at all positions."""
-        # copy q, because as a view of a common tensor it would keep this rank's k and v in memory,
-        # which are not needed after the gather
+        # without the copy, q would be a view of a tensor that also has this rank's k and v, and
+        # would keep k and v in memory, although they are not needed after the gather
         return q.clone(), *build.context.whole_keys(k, v)
 
     return compute
@@ -410,9 +419,10 @@ def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]
 
 Maker = Callable[[nn.Module, Operator, Build], Compute | None]
 # Class of a row (the description of an operator) -> the function that makes and registers the
-# operator's torch module. The function returns None if the operator computes nothing in the given
-# layout. The operator's outputs are then its inputs, which have the same names. A new kind of
-# operator needs an entry here.
+# operator's torch modules, and returns the function that computes the operator. The result is None
+# if the operator computes nothing in the given layout. The outputs of such an operator must have
+# the names of its inputs, so that later operators read the inputs. A new kind of operator needs an
+# entry here.
 MAKERS: Mapping[type[Operator], Maker] = {
     Normalize: _norm,
     Multiply: _product,
@@ -433,14 +443,15 @@ MAKERS: Mapping[type[Operator], Maker] = {
 
 
 def maker_of(row: Operator) -> Maker:
-    """Return the function that makes and registers the module for `row` (the description of an
-    operator). If `row` belongs to the user's own sublayer, a method of `row` makes the module."""
+    """Return the function that makes and registers the modules for `row` (the description of an
+    operator), and returns the function that computes it. If `row` belongs to a sublayer that the
+    user has written, a method of `row` makes the module."""
     return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
 
 
 def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:
     """Make the torch modules of `rows` (descriptions of operators), and register them in `owner`.
-    Return the steps of the layer in order, which `run` computes."""
+    Return the steps that `run` computes, in the order of the layer."""
     steps = []
     while rows:
         row, count = rows[0], 1
@@ -459,10 +470,13 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 
 def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
-    """Return True if one `EarlyKeys` can compute the operators `rows`. There must be a context axis
-    whose messages make progress during computation, and the weight must be neither quantized nor
-    rounded before each product. `EarlyKeys` computes keys and queries by two matrix products, and
-    each of the two would dequantize or round the whole weight."""
+    """Return True if one `EarlyKeys` can compute the operators `rows`.
+
+    There are two conditions. The messages of the context axis must make progress during
+    computation, otherwise the gather would not overlap. The weight must be neither quantized nor
+    rounded before each product, because `EarlyKeys` computes two products, and both would
+    dequantize or round the whole weight.
+    """
     if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
         return False
     return build.context.gathers_early and build.model.divides_products
@@ -470,8 +484,9 @@ def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
     """Compute the operators of `steps`, one after the other. `values` has the inputs of the layer
-    by name. A tensor is freed after the last operator that reads it. Return the tensors that are
-    left after the last operator, by name."""
+    by name, and the outputs of the operators are added to it. A tensor is removed after the last
+    operator that reads it, so that its memory is freed. Return the tensors that are left after the
+    last operator, by name."""
     for row, compute, last in steps:
         inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]
         outputs = compute(*inputs, context)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # imported only for types, because importing this module star
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# An allocation may fail although the predicted memory fits. The error message then assumes that
-# only this fraction of the needed memory is available.
+# An allocation may fail although the predicted memory fits. The error message then assumes that at
+# most this fraction of the needed memory is available.
 FAILED_SHARE = 0.9
 
 
@@ -44,9 +44,11 @@ class Memory:
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
         """Compare the available memory with the needed memory before the model is allocated. Every
-        rank must create its `Memory` object at the same time.
+        rank must create its `Memory` object at the same time, because the ranks exchange these
+        numbers.
 
-        Raises InputError, on every rank, if a node or a GPU has less memory than its ranks need.
+        Raises InputError, on every rank, if any node has less memory than its ranks need together,
+        or if any rank needs more than its part of a GPU's memory.
         """
         self._config = config
         # without a supervisor (`ptdmpi run`), the run makes no in-memory copies of the state,
@@ -73,8 +75,9 @@ class Memory:
 
         If the memory is too small to keep the attention probabilities for the backward pass, the
         function `say` prints a line about it, and the backward pass computes the probabilities
-        again. Raises InputError, on every rank, if the kernels convert 16-bit types to float32 and
-        the float32 copies do not fit into memory.
+        again. Raises InputError, on every rank, if a step with the chosen kernels still does not
+        fit, for example because kernels convert 16-bit types to float32 and the copies are too
+        large.
         """
         # the kernels on a GPU need no additional memory
         if isinstance(choice, DeviceChoice):
@@ -107,8 +110,9 @@ class Memory:
         return replace(step, host_capacity_bytes=self._least_host_bytes)
 
     def _fits(self, step: relief.Step) -> bool:
-        """Return True if every node and every GPU has as much memory as its ranks need. All ranks
-        must call this method."""
+        """Return True if every node has as much memory as its ranks need together, and if every
+        rank's part of a GPU's memory is as large as the rank needs. All ranks must call this
+        method."""
         world = self._world
         pipeline_rank = grid_of(self._config).coordinates(world.rank)["pipeline"]
         peak = step.peak(pipeline_rank)
@@ -116,8 +120,8 @@ class Memory:
             own=_Use(peak.total, self.capacity_bytes), host=_Use(peak.host, self._host_bytes)
         )
         needs = world.control.allgather(mine)
-        # the ranks on a node share the host's memory, but each rank has a fixed part of the memory
-        # of its GPU
+        # the ranks on a node share the host's memory, so add up their needs; each rank has a fixed
+        # part of the memory of its GPU, so check every rank separately
         uses: dict[tuple[str, int], list[_Use]] = {}
         for rank, (process, need) in enumerate(zip(world.processes, needs, strict=True)):
             on_host = need.own if self._on_host else need.host
@@ -150,11 +154,12 @@ class Memory:
             # add a note to the exception and do not replace it, because its traceback shows which
             # tensor could not be allocated
             if _lacks_memory(error):
-                # the predicted memory fitted, but another program may use a part of the memory
+                # the predicted memory was available at the start, but now another program may use a
+                # part of it
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                # ignore the hosts' memory: it was checked at the start, and a new check would need
-                # all ranks
+                # ignore the hosts' memory, which was checked at the start, because a new check
+                # would need all ranks
                 step = replace(self.step, host_capacity_bytes=math.inf)
                 error.add_note(relief.explain(step, had))
             raise
@@ -292,8 +297,9 @@ def host_memory_bytes() -> int:
 
 
 def _limits() -> Iterator[str]:
-    """Yield the memory limits of this process's control groups and of their parents, for both
-    versions (1 and 2) of Linux control groups."""
+    """Yield the memory limits of this process's control groups and of all their parents, as the
+    texts in the files of the limits (a number of bytes, or "max"). Both versions of Linux control
+    groups (1 and 2) are supported."""
     for line in (PROCESS / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

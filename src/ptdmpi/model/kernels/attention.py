@@ -1,16 +1,17 @@
 """Attention, softmax(q k^T) v, and the kernel implementations that compute it on each device.
 
 Each layer has an `AttentionCore` with a list of implementations. For each input, the first
-implementation that supports the input computes attention.
-
-`ProductKernel`: matrix products over blocks of queries, with scores in float32 at least. It
-computes attention with soft caps, which no fused kernel supports, and long causal attention on a
-CPU if the run has chosen this kernel. `PackedKernel`: FlashAttention, with all sequences
-concatenated to one. It computes attention with windows or documents on a GPU, in 16-bit types.
-`MaskedKernel`: PyTorch's kernel with a mask. It computes attention with windows or documents on a
-GPU in wider types, and in a compiled graph. `BlockedKernel`: PyTorch's kernel in blocks of queries.
-It computes attention with windows or documents, and long causal attention, on a CPU. `WholeKernel`:
-PyTorch's kernel in one call. It computes all other inputs.
+implementation in the list that supports the input computes attention:
+- `ProductKernel` uses matrix products over blocks of queries, with scores in float32 at least. It
+  computes attention with soft caps, which no fused kernel supports. It also computes long causal
+  attention on a CPU if the run has chosen this kernel.
+- `PackedKernel` is FlashAttention, with all sequences concatenated to one. It computes attention
+  with windows or documents on a GPU, in 16-bit types.
+- `MaskedKernel` is PyTorch's kernel with a mask. It computes attention with windows or documents on
+  a GPU in wider types, and in a compiled graph.
+- `BlockedKernel` calls PyTorch's kernel for each block of queries. It computes attention with
+  windows or documents, and long causal attention, on a CPU.
+- `WholeKernel` calls PyTorch's kernel once. It computes all other inputs.
 
 No kernel saves scores for the backward pass, but `ProductKernel` can save the probabilities.
 """
@@ -48,8 +49,8 @@ class Input(NamedTuple):
     positions: Positions = ALL
 
     def sight(self, scores: Scores) -> Sight:
-        """Return the rules for the keys that each query sees. The rules are determined by `scores`,
-        the documents and the positions."""
+        """Return the rules that say which keys each query sees. They follow from `scores` (causal
+        mask and window), the documents and the positions."""
         return Sight(scores, self.documents, self.positions)
 
 
@@ -115,8 +116,8 @@ class AttentionCore:
         positions: Positions = ALL,
         with_logsumexp: bool = False,
     ) -> AttentionResult:
-        """Return the result of `__call__` and, if `with_logsumexp` is True and the kernel supports
-        it, the log-sum-exp of the scores."""
+        """Return the same output as `__call__`, together with the log-sum-exp of the scores if
+        `with_logsumexp` is True and the kernel can return it."""
         given = Input(q=q, k=k, v=v, documents=documents, positions=positions)
         for implementation in self.implementations:
             if implementation.takes(given):
@@ -131,7 +132,7 @@ class AttentionCore:
         shape = (*q.shape[:3], v.shape[3])
         if not scores.softcap:
             # join the query heads that share a key head to one head, because with a mask, fused GPU
-            # kernels need as many key heads as query heads
+            # kernels need the same number of key heads and query heads
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
                 kernels.widened(k),
@@ -148,14 +149,15 @@ class AttentionCore:
 
 
 class ProductKernel:
-    """Attention by products of matrices over blocks of queries (`by_products`)."""
+    """Attention by matrix products over blocks of queries (`by_products`)."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores = scores
         self.kernels = kernels
 
     def _chosen(self, given: Input) -> AttentionByProducts | None:
-        # a compiled graph has no blocks, and does not depend on the choice of kernels
+        # in a compiled graph, attention is not divided into blocks of queries, and the chosen
+        # kernels are not used
         if not self.scores.causal or not _is_long_on_cpu(given):
             return None
         chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
@@ -188,8 +190,8 @@ class PackedKernel:
         q = given.q
         if q.device.type == "cpu" or not _is_limited(self.scores, given):
             return False
-        # This implementation is not used if this rank has only some positions, because each run of
-        # consecutive positions would need a copy of the keys.
+        # If this rank has only some positions, they form several runs of consecutive positions, and
+        # this implementation would need a copy of the keys for each run. So it is not used.
         if not given.positions.are_all:
             return False
         fits = _has_flash(q) and flash_takes(q.shape[3])
@@ -226,9 +228,9 @@ class PackedKernel:
 
 
 class MaskedKernel:
-    """PyTorch's kernel with a mask. If several query heads share a key head, the keys are copied
-    for each of them first, because no fused kernel supports shared keys with a mask. On a GPU the
-    kernel does not return the log-sum-exp."""
+    """PyTorch's kernel with a mask. If several query heads share a key head, the keys and values
+    are first copied for each query head, because no fused kernel supports shared keys with a mask.
+    On a GPU the kernel does not return the log-sum-exp."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
@@ -335,8 +337,9 @@ def _needs_filled_values(q: Tensor) -> bool:
 
 
 def _as_kernels_need(q: Tensor, v: Tensor) -> Tensor:
-    """Return the values v in the shape that PyTorch's kernel of attention with a mask needs: on a
-    CPU, filled up with zeros to the head size of the queries q; on a GPU, unchanged."""
+    """Return the values v in the shape that PyTorch's kernel of attention with a mask needs. On a
+    CPU, values are filled up with zeros to the head size of the queries q. On a GPU, they are
+    unchanged."""
     return filled(v, q.shape[3]) if q.device.type == "cpu" else v
 
 
@@ -353,8 +356,8 @@ def _is_limited(scores: Scores, given: Input) -> bool:
 def _shares_keys(q: Tensor) -> bool:
     """Return True if the kernel of full attention can share a key head among several query heads.
 
-    The CPU kernel and FlashAttention can share key heads. Only one other GPU kernel can do so; it
-    is not used for shared heads, because it writes all scores to memory.
+    The CPU kernel and FlashAttention can share key heads. Other GPU kernels either cannot do so, or
+    write all scores to memory. For these kernels the result is False.
     """
     return q.device.type == "cpu" or _has_flash(q)
 
@@ -399,16 +402,16 @@ def _fused_on_cpu(
 
 
 def _added(hidden: Tensor, q: Tensor) -> Tensor:
-    """Return a mask in the type of q that is added to scores: -inf for keys that `hidden` marks,
-    and 0 for all other keys. The shape is the shape of `hidden`."""
+    """Return a mask, in the type of q and in the shape of `hidden`, that is added to scores. It is
+    -inf for keys that `hidden` marks, and 0 for all other keys."""
     zeros = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     return zeros.masked_fill(hidden, -torch.inf)
 
 
 def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
-    """Return a bool mask [queries, s] or [b, 1, queries, s] that is True for the keys that a query
-    does not see. The keys `k` are [b, heads, s, head size]. Return None if every query sees all
-    keys."""
+    """Return a bool mask that is True for the keys that a query does not see: [b, 1, queries, s] if
+    `seen` has documents, otherwise [queries, s]. The keys `k` are [b, heads, s, head size]. Return
+    None if every query sees all keys."""
     hidden, scores = None, seen.scores
     if scores.causal:
         keys = torch.arange(k.shape[2], device=k.device)
@@ -427,8 +430,9 @@ def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
 @cache
 def _packed_attention() -> Callable[..., Any] | None:
     """Return PyTorch's attention function for concatenated sequences. Return None if this version
-    of PyTorch lacks the function, or if the function does not support grouped queries. The function
-    returns one tensor, unless further results are requested."""
+    of PyTorch lacks the function, or if the function does not support windows, a scale or grouped
+    queries. The function returns only the output of attention, unless further results are
+    requested."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn

@@ -17,7 +17,8 @@ from ptdmpi.model.latent.filled import empty_outputs, filled
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.plan.layer.chunks import EARLIER_BLOCK
 
-Region = tuple[slice, slice, slice]  # sequences, heads, positions
+# A part of a tensor [b, heads, positions, head size]: slices of sequences, heads and positions.
+Region = tuple[slice, slice, slice]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ def _band(
     queries: int, keys: int, window: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return a mask [queries, keys] that is added to scores. The last query is at the position of
-    the last key. The mask is -inf at keys after a query's position and, if `window` is not 0, at
-    keys that are `window` or more positions before the query. At all other keys it is 0."""
+    the last key. The mask is -inf at keys after a query's position. If `window` is not 0, the mask
+    is also -inf at keys that are `window` or more positions before the query. All other elements
+    are 0."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     hidden = every.triu(keys - queries + 1)
     if window:
@@ -53,9 +55,9 @@ def _band(
 
 @dataclass(frozen=True)
 class Sight:
-    """The rules for the keys that each query sees: the rules of `scores`, and, if sequences have
-    several `documents`, only keys of the query's own document. The queries are at `positions`, and
-    the keys are at all positions."""
+    """The rules that say which keys each query sees. The rules are those of `scores`. If sequences
+    have several `documents`, a query also sees only keys of its own document. The queries are at
+    `positions`, and the keys are at all positions."""
 
     scores: Scores
     documents: Documents | None = None
@@ -63,9 +65,10 @@ class Sight:
 
 
 class QueryRun(NamedTuple):
-    """Consecutive queries at the positions [first, last) of the sequences `rows`. They are all in
-    one document, which has the positions [begin, end). The index of a query among this rank's
-    queries is its position plus `shift`."""
+    """Consecutive queries at the positions [first, last) of the sequences `rows`. All positions of
+    a run are in one document, which has the positions [begin, end). A rank may have queries at only
+    some positions, so the index of a query in the rank's tensor of queries is its position plus
+    `shift`."""
 
     rows: slice
     begin: int
@@ -78,8 +81,8 @@ class QueryRun(NamedTuple):
 def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
     """Divide this rank's queries into runs, and yield the runs. The queries of a run have
     consecutive positions and are in one document. Each sequence has `length` positions. `seen` has
-    the documents and this rank's positions. Without documents, a run has its positions in all
-    sequences."""
+    the documents and this rank's positions. Without documents, all sequences are divided equally,
+    so one run has the queries of all sequences at its positions."""
     whole = [(slice(None), 0, length)]
     if seen.documents is not None:
         whole = [(slice(row, row + 1), begin, end) for row, begin, end in seen.documents.pieces]
@@ -104,9 +107,13 @@ def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
 def blocks(
     q: Tensor, seen: Sight, block: int = QUERY_BLOCK
 ) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield three values for each block of `block` queries of q [b, heads, queries, head size]: the
-    region of the queries, the region of the keys that the block sees, and the mask that is added to
-    the scores. The mask is None if every query of the block sees all these keys."""
+    """Divide the queries q [b, heads, queries, head size] into blocks. Yield three values for each
+    block: the region of its queries in q, the region of the keys that the block sees, and the mask
+    that is added to the scores. The mask is None if every query of the block sees all these keys.
+
+    Under a causal mask, a block has at most `block` consecutive queries. Without a causal mask, it
+    has all queries of a run.
+    """
     every, scores = slice(None), seen.scores
     length = q.shape[2] * seen.positions.parts
     for piece in _pieces(length, seen):
@@ -115,8 +122,8 @@ def blocks(
             queries = slice(piece.first + shift, piece.last + shift)
             yield (rows, every, queries), (rows, every, slice(piece.begin, piece.end)), None
             continue
-        # the mask depends only on the distance between query and key, so all blocks can use the
-        # lower right corner of one mask
+        # the mask depends only on the distance between query and key, so the mask of every block is
+        # a part of one large mask, taken from its lower right corner
         band = _band(block, length, scores.window, dtype=q.dtype, device=q.device)
         yield from _causal_blocks(piece, band, scores.window, block)
 
@@ -124,8 +131,9 @@ def blocks(
 def _causal_blocks(
     piece: QueryRun, band: Tensor, window: int, block: int
 ) -> Iterator[tuple[Region, Region, Tensor]]:
-    """Divide the run of queries `piece`, which have a causal mask, into blocks. Yield, for each
-    block, the same three values as `blocks`. Each mask is a slice of the mask `band`."""
+    """Divide the run of queries `piece`, which have a causal mask, into blocks of at most `block`
+    queries. Yield, for each block, the same three values as `blocks`. Each mask is a slice of the
+    mask `band`."""
     rows, every = piece.rows, slice(None)
     for first in range(piece.first, piece.last, block):
         last = min(first + block, piece.last)
@@ -138,14 +146,15 @@ def _causal_blocks(
 
 
 def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield blocks of queries for the backward pass, with the same three values as `blocks`. In the
-    backward pass few large blocks are faster than many small ones, because each block adds its
-    gradients to the gradients of all keys that it sees.
+    """Yield blocks of queries for the backward pass, with the same three values as `blocks`. A
+    block adds its contributions to the gradients of all keys that it sees. With many small blocks,
+    the gradients of the same keys would be read and written many times, so few large blocks are
+    faster.
 
     If a run of consecutive queries does not start at the first position of its document, every
-    query of the run sees all keys before the run. The blocks for these keys therefore come first,
-    without a mask, with up to `EARLIER_BLOCK` queries each. The blocks for the keys of the run
-    itself follow, with `QUERY_BLOCK` queries each.
+    query of the run sees all keys of the document before the run. The blocks for these keys
+    therefore come first, without a mask, with up to `EARLIER_BLOCK` queries each. The blocks for
+    the keys of the run itself follow, with `QUERY_BLOCK` queries each.
     """
     scores = seen.scores
     if not scores.causal or scores.window:
@@ -186,7 +195,8 @@ def joined(
     block: int = QUERY_BLOCK,
 ) -> Tensor:
     """Join the tensors `sums` of all blocks of queries to one tensor [b, heads, queries]. Each
-    tensor in `sums` has one number, such as a log-sum-exp, for each query of its block."""
+    tensor in `sums` has one number, such as a log-sum-exp, for each query of a block. The tensors
+    are in the order of `blocks`."""
     whole: Tensor | None = None
     for (queries, _, _), part in zip(blocks(q, seen, block), sums, strict=True):
         if whole is None:
@@ -205,11 +215,14 @@ class BlockedWork(NamedTuple):
 
 
 class BlockedAttention(Function):
-    """Attention on a CPU in blocks of queries. For the backward it saves its inputs, its result and
-    the log-sum-exp of each query [b, heads, s]; the kernel without blocks saves the same tensors.
-    If values are smaller than keys, the kernel gets values, outputs and gradients that are filled
-    up with zeros (`latent.filled`), which are not saved. The second result is the log-sum-exp if it
-    is requested; otherwise it is None."""
+    """Attention on a CPU in blocks of queries. The second result is the log-sum-exp if it is
+    requested; otherwise it is None.
+
+    For the backward, this function saves its inputs, its result and the log-sum-exp of each query
+    [b, heads, s]. PyTorch's kernel without blocks saves the same tensors. If values are smaller
+    than keys, the kernel gets values, outputs and gradients that are filled up with zeros
+    (`latent.filled`). The filled tensors are not saved.
+    """
 
     @staticmethod
     def forward(

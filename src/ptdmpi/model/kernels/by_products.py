@@ -23,9 +23,9 @@ BLOCK_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The settings for attention by products: the rules for the keys that queries see (`seen`), the
-    options such as the block size (`how`), the kernels of matrix products, and whether the
-    log-sum-exp is requested."""
+    """The settings for attention by products. `seen` has the rules that say which keys each query
+    sees. `how` has the options, such as the block size. `kernels` has the kernels of matrix
+    products. `with_logsumexp` is True if the log-sum-exp is requested."""
 
     seen: Sight
     how: AttentionByProducts
@@ -34,8 +34,9 @@ class ProductWork:
 
 
 class Tile(NamedTuple):
-    """A block of queries of some heads, the keys that the block sees, and the mask that is added to
-    the scores. The mask is None if every query of the block sees all these keys."""
+    """A part of the scores that is computed at once: a block of queries of some heads, and the keys
+    that the block sees. `mask` is added to the scores. It is None if every query of the block sees
+    all these keys."""
 
     queries: Region
     keys: Region
@@ -43,8 +44,9 @@ class Tile(NamedTuple):
 
 
 class WeightedTile(NamedTuple):
-    """The probabilities of a tile (`weights`), [b, key heads, queries of a group of heads, keys],
-    and the values tanh(score / cap) (`tangent`). Without a soft cap, `tangent` is None."""
+    """A tile with its probabilities (`weights`), [b, key heads, queries of all heads of a group,
+    keys], where a group is the query heads that share a key head. With a soft cap, `tangent` has
+    the values tanh(score / cap), in the same shape; otherwise it is None."""
 
     queries: Region
     keys: Region
@@ -56,15 +58,15 @@ class ProductAttention(Function):
     """Attention by matrix products over blocks of queries.
 
     The backward pass computes the probabilities of a block again, so that only queries, keys and
-    values need be saved (Dao et al. 2022, arXiv 2205.14135, algorithm 4). The derivative of a soft
-    cap is 1 - tanh^2. If `how.keeps` is True and there is no soft cap, the probabilities are saved,
-    too; the results are bitwise equal in both cases. If `how.library_forward` is True and there is
-    no soft cap, PyTorch's kernel computes the forward pass.
+    values must be saved (Dao et al. 2022, arXiv 2205.14135, algorithm 4). The derivative of a soft
+    cap is 1 - tanh^2. If `how.keeps` is True and there is no soft cap, the probabilities are also
+    saved. The results are bitwise equal in both cases. If `how.library_forward` is True and there
+    is no soft cap, PyTorch's kernel computes the forward pass.
 
-    Scores are computed in float32 at least, even for 16-bit types, because with scores in a 16-bit
-    type gradients would be less exact than with a fused kernel. All other products are in the type
-    of their operands. If requested, the second result is the log-sum-exp of each query's scores [b,
-    heads, s], in float32 at least; otherwise it is None.
+    Scores are computed in float32 at least, even for 16-bit types, because fused kernels do the
+    same. Scores that are rounded to a 16-bit type would make the gradients less exact. All other
+    products are in the type of their operands. If requested, the second result is the log-sum-exp
+    of each query's scores [b, heads, s], in float32 at least; otherwise it is None.
     """
 
     @staticmethod
@@ -107,8 +109,8 @@ class ProductAttention(Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
-        # every block of queries adds to these gradients, and a 16-bit type would round each sum, so
-        # use a wide type
+        # every block of queries adds to these gradients, so use a wide type, because a 16-bit type
+        # would round the sum after every block
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         each: Iterator[WeightedTile] = _weighted(q, k, work)
         if kept:
@@ -138,13 +140,14 @@ class ProductAttention(Function):
 
 
 def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
-    """Yield the blocks of queries as tiles, each with as many heads as BLOCK_SCORES allows."""
+    """Divide the blocks of queries into tiles, and yield the tiles (see `by_heads`)."""
     return by_heads(q, k, starmap(Tile, blocks(q, work.seen, work.how.block)))
 
 
 def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
-    """Divide the tiles `wholes`, which have all heads, into smaller tiles. Each smaller tile has as
-    many key heads as BLOCK_SCORES scores allow, but at least one."""
+    """Divide the tiles `wholes`, which have all heads, into smaller tiles. A smaller tile has as
+    many key heads as possible with at most BLOCK_SCORES scores. If a single key head has more
+    scores, the tile has one key head."""
     group = q.shape[1] // k.shape[1]
     for (rows, _, positions), (_, _, seen), mask in wholes:
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
@@ -159,9 +162,8 @@ def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
 def _weighted(
     q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
 ) -> Iterator[WeightedTile]:
-    """Yield each tile with its attention probabilities in the type of q. A tile has the scores of
-    some queries in some heads. If `logsumexp` [b, heads, s] is given, write the log-sum-exp of each
-    query's scores into it."""
+    """Yield each tile with its attention probabilities, which are in the type of q. If `logsumexp`
+    [b, heads, s] is given, write the log-sum-exp of each query's scores into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
     # convert q and k once for all blocks, to a memory layout in which products are fast
@@ -190,9 +192,9 @@ def _weighted(
 def tile_scores(
     q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the masked scores of a tile, [b, key heads, queries of a group of heads, keys]. The
-    second result has the values tanh(score / softcap) if scores are capped; otherwise it is None.
-    """
+    """Return the masked scores of a tile, [b, key heads, queries of all heads of a group, keys].
+    The second result has the values tanh(score / softcap) if scores are capped; otherwise it is
+    None."""
     if not softcap:
         return _products(q, k, mask, scale), None
     tangent = _products(q, k, None, scale).mul_(1.0 / softcap).tanh_()
@@ -203,7 +205,7 @@ def tile_scores(
 
 
 def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return scale q k^T plus the mask: [b, key heads, queries of a group of heads, keys]."""
+    """Return scale q k^T plus the mask, [b, key heads, queries of all heads of a group, keys]."""
     grouped = by_key_head(q, k)
     keys = k.transpose(-1, -2)
     if mask is None:

@@ -14,10 +14,10 @@ from ptdmpi.model.kernels.host import asked_once
 from ptdmpi.model.kernels.table import table
 from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 
-# The number of queries in a block. PyTorch's CPU kernel skips keys above the diagonal only in steps
-# of 512 keys. If queries are computed in blocks of this size, each block needs only the keys up to
-# its own end. For a sequence length of 512, attention then needs five eighths of the operations
-# that one call for the whole sequence needs.
+# The number of queries in a block. With one call for a whole sequence, PyTorch's CPU kernel skips
+# keys above the diagonal only in steps of 512 keys. With one call for each block of this size, a
+# block gets only the keys up to its own end. For a sequence length of 512, the blocks together then
+# need five eighths of the operations of one call for the whole sequence.
 QUERY_BLOCK = 128
 
 # measurements of kernels: kind of kernel -> entries in the form of presets/kernels.toml
@@ -27,7 +27,7 @@ Entries = Mapping[str, Sequence[Mapping[str, Any]]]
 @dataclass(frozen=True)
 class AttentionByLibrary:
     """Causal attention by PyTorch's kernel. Sequences shorter than `whole_from` are computed in
-    blocks of queries, and longer sequences in one call."""
+    blocks of queries, and all other sequences in one call."""
 
     whole_from: float = math.inf
 
@@ -54,9 +54,9 @@ class AttentionByProducts:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Return the fields of the planner's `Software` that this attention sets: the number of
+        """Return the fields of the planner's `Software` that this attention sets: the numbers of
         queries in a block of the forward pass, of the backward pass, and of the saved
-        probabilities; 0 if there are no such blocks."""
+        probabilities. A number is 0 if there are no such blocks."""
         return {
             "forward_block": 0 if self.library_forward else self.block,
             "backward_block": self.block,
@@ -81,10 +81,11 @@ class OneDnnLinears:
 @dataclass(frozen=True)
 class HostChoice:
     """The choice of kernels of a host. If `gelu` is "sigmoid", GELU's tanh form is computed by a
-    sigmoid (see `activation`); if it is "library", by PyTorch. If `half` is "native", 16-bit types
-    are multiplied in their own type; if it is "widened", always in float32. The loss computes about
-    `loss` logits at a time, and RMSNorm about `norm` elements; if `norm` is None, RMSNorm computes
-    all rows at once. These two numbers do not change the bits of results."""
+    sigmoid (see `activation`); if it is "library", PyTorch computes it. If `half` is "native",
+    matrices in 16-bit types are multiplied in their own type; if it is "widened", they are always
+    multiplied in float32. The loss computes about `loss` logits at a time, and RMSNorm about `norm`
+    elements. If `norm` is None, RMSNorm computes all rows at once. The numbers `loss` and `norm` do
+    not change the bits of results."""
 
     attention: HostAttention = AttentionByLibrary()
     linear: OneDnnLinears = OneDnnLinears()
@@ -109,7 +110,8 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     """Return the fastest kernels of this host for operands of the type `dtype`.
 
     For each kind of computation, the first measurement that fits the host is used. The measurements
-    in `own` come before those of the table. If no measurement fits, PyTorch's kernel is used.
+    in `own` are tried before those in presets/kernels.toml. If no measurement fits, PyTorch's
+    kernel is used.
     """
     kinds = ("attention", "linear", "gelu", "loss", "norm")
     attention, linear, gelu, loss, norm = (_entry(kind, dtype, own) for kind in kinds)

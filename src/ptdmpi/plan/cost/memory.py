@@ -3,10 +3,10 @@ of memory.
 
 Parameters are counted from the same list of operators from which the model is built
 (`plan.shape.parameters`). Activations are counted by `plan.cost.stage_memory`. The number of
-microbatches in flight comes from the schedule's own order (`plan.schedule.flight`). Sharded state
-is counted as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 5). If gradients are summed in
-fp16 or bf16, a float32 copy of the gradient is added. With S shards and 16-bit weights, a parameter
-takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
+microbatches in flight comes from the order of the schedule's ops (`plan.schedule.flight`). Sharded
+state is counted as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 5), but with a float32
+copy of the gradient if gradients are summed in fp16 or bf16. With S shards and 16-bit weights, a
+parameter takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # largest number of results that `MemoryModel._held` caches
 
 
-# the properties of a stage that determine its memory (see `_sort`)
+# The properties of a stage that determine its memory, in the order in which `_sort` returns them.
 Sort = tuple[Runs, tuple[tuple[LayerKind, str, int], ...], bool, bool]
 
 
@@ -57,9 +57,10 @@ class StateBytes(NamedTuple):
 
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
-    """Return (bytes of optimizer state on the device, bytes in the host's memory). `rooms` is the
-    bytes of the buffers that an update on the host needs in addition to the optimizer state. If
-    ranks compute on the host (`on_host`), the host is the device, and the second number is 0."""
+    """Return (bytes of optimizer state on the device, bytes in the host's memory). `optimizer` is
+    the bytes of a rank's optimizer state. `rooms` is the bytes of the buffers that an update on the
+    host needs in addition. If ranks compute on the host (`on_host`), the device's memory is the
+    host's memory, so all bytes are counted on the device, and the second number is 0."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -69,8 +70,8 @@ def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[in
 
 
 def _how(layout: Layout) -> tuple[Sharing, str]:
-    """Return the sharding of a layout's state, and the value of `parallel.offload`, which says to
-    which memory the state is offloaded."""
+    """Return two settings of a layout: the sharding of its state, and the value of
+    `parallel.offload`, which says to which memory the state is offloaded."""
     return layout.sharing, layout.offload
 
 
@@ -83,13 +84,13 @@ def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
 
 class MemoryModel:
     """The memory of one model in one compute type, as the program `software` trains it. Results
-    that layouts share are cached.
+    that are equal for several layouts are cached.
 
     `stages` computes the bytes and parameters of the model's stages. `runtime_bytes` is the memory
     in use before the first tensor. `on_host` is True if ranks compute on the host, so that
     offloading to the host's memory moves nothing. `method` gives three things: the number of
     optimizer values for each master weight, the size of the receive buffers of the data axis, and
-    the copies of the state in the host's memory.
+    the number of copies of the state in the host's memory.
     """
 
     def __init__(
@@ -129,23 +130,24 @@ class MemoryModel:
         nodes: int = 1,
     ) -> "MemoryModel":
         """Return the memory model for a training on `nodes` nodes. `kernels` has the fields of
-        `Software` that the run's kernels set, such as `wide_products` and `kept_block`."""
+        `Software` that depend on the kernels of the run, such as `wide_products` and
+        `kept_block`."""
         named = (config.model, vocab_size, config.precision.compute)
         software = TRAINER.model_copy(update={**(kernels or {}), "repeats_keys": not on_host})
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return a set of pipeline ranks that includes the rank with the highest peak. If the
-        schedule is such that an earlier rank never needs less memory than a later rank with equal
-        stages, the result has only the first rank of each kind (see `_counted_distinct`); otherwise
-        it has all ranks."""
+        """Return pipeline ranks that include the rank with the highest peak. With some schedules,
+        an earlier rank holds at least as many microbatches as a later rank (`earlier_holds_more`).
+        Among ranks with equal stages, the first rank then needs the most memory, so the result has
+        only this rank (see `_counted_distinct`). With other schedules, the result has all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
 
     def _counted_distinct(self, cut: Cut, recompute_layers: int | None) -> tuple[int, ...]:
-        """Return the first pipeline rank of each kind. Two ranks are of one kind if their stages
-        have equal properties (`_sort`)."""
+        """Return the first rank of each group of pipeline ranks with equal stages. Two ranks are in
+        one group if their stages have equal properties (`_sort`)."""
         layers = self.stages.layers_of(cut)
         first: dict[object, int] = {}
         for rank in range(cut.placed.pipeline):
@@ -157,9 +159,9 @@ class MemoryModel:
     def _counted_sorts(
         self, cut: Cut, recompute_layers: int | None, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Group the stages of a pipeline rank by their properties (`_sort`). Stages of one group
-        need the same memory, whatever the other settings of the layout are. Return (one stage of
-        each group, the index of each stage's group)."""
+        """Group the stages of a pipeline rank by their properties (`_sort`). In every layout, the
+        stages of one group need the same memory. Return (one stage of each group, the index of each
+        stage's group)."""
         layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
@@ -175,9 +177,10 @@ class MemoryModel:
     def _sort(
         self, own: range, recompute_layers: int | None, placed: Placement, stage: int
     ) -> Sort:
-        """Return the properties that determine a stage's memory: its layers without a backward, its
-        other layers by kind and mode of recomputation, and whether it is the model's first or last
-        stage. `own` is the range of the stage's layers."""
+        """Return the four properties that determine the memory of the stage `stage`: its layers
+        without a backward, its other layers (grouped by kind of layer and mode of recomputation),
+        and whether it is the model's first or its last stage. `own` is the range of the stage's
+        layers."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         runs = self.stages.runs_of
@@ -188,9 +191,10 @@ class MemoryModel:
         """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`
         microbatches.
 
-        The result is the largest memory during any op of the rank. During an op, the rank needs the
-        tensors that are kept for the microbatches in flight, the working memory of the op, and an
-        activation and a gradient for each neighbouring stage.
+        The result is the largest memory during any op of the rank (an op is, for example, the
+        forward or the backward of one microbatch). During an op, the rank needs the tensors that
+        are kept for the microbatches in flight, the working memory of the op, and an activation and
+        a gradient for each neighbouring stage.
         """
         kept, working = self._held(layout, rank, microbatches)
         weights, gradients, optimizer, host = self._state(layout, rank)
@@ -247,8 +251,9 @@ class MemoryModel:
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
         """Return True if every pipeline rank needs at most `capacity_bytes` bytes.
 
-        The first checks use only the state and a lower bound of the activations. These checks are
-        fast, and they already exclude most layouts of a large model.
+        The method makes up to three checks. The first check counts only the state, and the second
+        check adds a lower bound of the activations. These two checks are fast, and already exclude
+        most layouts of a large model. Only the third check computes the complete memory.
         """
         room = capacity_bytes - self.runtime_bytes
         ranks, cut = self.distinct_ranks(layout), Cut.of(layout)
@@ -272,9 +277,9 @@ class MemoryModel:
         self, layout: Layout, ranks: tuple[int, ...], microbatches: int
     ) -> Iterator[int]:
         """Yield, for each pipeline rank in `ranks`, a lower bound of the bytes of activations that
-        the rank keeps at its peak. The bound counts all forwards before the first backward, each
-        with the bytes of the smallest stage. The bound is fast to compute, because the ops are not
-        visited one by one."""
+        the rank keeps at its peak. For the bound, each forward that runs before the rank's first
+        backward is assumed to keep as many bytes as a forward of the smallest stage. The bound is
+        fast to compute, because the ops are not visited one by one."""
         shared = _flight_key(layout, microbatches)
         for rank in ranks:
             key = (rank, shared)
@@ -292,15 +297,16 @@ class MemoryModel:
         return not self.on_host and (layout.offload != "none" or self.method.copies > 0)
 
     def host_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the host memory, in bytes, that the state of a pipeline rank and its copies take.
-        Only host memory that is separate from the device's memory is counted."""
+        """Return the host memory, in bytes, that a rank needs for its offloaded state and for
+        in-memory copies of the state. `rank` is its pipeline rank. Only host memory that is
+        separate from the device's memory is counted."""
         copies = self.copies_bytes(layout, rank)
         return self._state(layout, rank).host + copies * (not self.on_host)
 
     def copies_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes that the copies of the state in the host's memory take per rank, for the
-        ranks with the coordinate `rank` on the pipeline axis. Ranks that have the same state divide
-        its copy evenly."""
+        """Return the bytes, on one rank, of the copies of the training state that nodes keep in
+        memory (so that a failed run can continue without reading a disk). `rank` is the rank's
+        coordinate on the pipeline axis. Ranks that have the same state divide its copy evenly."""
         method = self.method
         if not method.copies:
             return 0
@@ -332,12 +338,12 @@ class MemoryModel:
         self, cut: Cut, tensor: int, rank: int, how: tuple[Sharing, str]
     ) -> "StateBytes":
         """Return the bytes of a pipeline rank's state, which is sharded and offloaded according to
-        `how`. The padding of buffers is ignored. If the compute type is the type of the master
-        weights, the weights are also the master weights."""
+        `how` (the result of `_how`). The padding of buffers is ignored. If the compute type is the
+        type of the master weights, no separate master weights are counted."""
         sharing, offload = how
         every, train, shared = self.stages.elements_of(cut, tensor, rank)
-        # a tied table has one weight and one optimizer state, but two gradients: the embedding and
-        # the head each have a gradient of their own, and the two are summed later
+        # a tied table has one weight and one optimizer state, but two gradients, because the
+        # embedding and the head each have a gradient of their own until the two are summed
         second = shared * self.software.tied_gradients_apart
         counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
@@ -347,13 +353,14 @@ class MemoryModel:
         weights += self.stages.frozen_bytes(
             cut, tensor, rank, frozen=every - train, shards=sharing.weight_shards
         )
-        # Muon stores one value fewer for each element of a matrix, so the rank whose shard has the
-        # fewest such elements has the most state
+        # Muon stores one value fewer for an element of a matrix than for other parameters, so the
+        # rank whose shard has the fewest elements of matrices has the most state
         if self.method.matrices:
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # bytes of buffers in the host's memory for each parameter that the host updates: for its
-        # gradient, and also for its weight if the weight itself is the master weight
+        # bytes of the buffers in the host's memory if the host updates the weights: each parameter
+        # needs a buffer for its gradient, and, without separate master weights, also one for its
+        # weight
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)
@@ -361,9 +368,10 @@ class MemoryModel:
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
-        """Return four sizes in bytes for one parameter: the sizes of its weight, its gradient, the
-        gradient's float32 copy (0 unless gradients are summed in fp16 or bf16), and its optimizer
-        state, including the master weight if that is separate."""
+        """Return four sizes in bytes for one parameter: the size of its weight, of its gradient, of
+        the gradient's float32 copy (0 unless gradients are summed in fp16 or bf16), and of its
+        optimizer state. The optimizer state includes a separate master weight if weights are in a
+        16-bit type."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
         state = self.method.kinds + (self.compute_bytes < FLOAT32.bytes)
@@ -394,17 +402,17 @@ class MemoryModel:
         memory: an activation and a gradient in transit for each neighbouring stage, and gathered
         parts of sharded state."""
         stages = placement_of(layout).stages_of(rank)
-        # a rank with several chunks may have neighbouring stages in both directions, even if it has
-        # the first or the last stage
+        # a rank with several stages may have neighbouring stages on both sides, even if one of its
+        # stages is the model's first or last stage
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         around = 2 * sides * self.stages.parts(layout).sizes.boundary_bytes
         return around + self._whole_bytes(layout, rank)
 
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of unsharded gradients and weights that a rank has temporarily. Under
-        ZeRO 2 and 3, this is the gradient of a place (embedding, layer or head) before its
-        reduce-scatter. Under ZeRO 3, the gathered weights of the current place and of the next
-        place are added."""
+        """Return the bytes of unsharded gradients and weights that a rank has temporarily. A place
+        is the embedding, a layer or the head. Under ZeRO 2 and 3, the rank has the gradient of a
+        place until the reduce-scatter of this gradient ends. Under ZeRO 3, the rank also has the
+        gathered weights of the current place and of the next place."""
         if not layout.shards_gradients:
             return 0
         place, pair, whole = self.stages.largest_places(Cut.of(layout), layout.tensor, rank)
@@ -432,12 +440,17 @@ def _beside(
     """Return the working memory of a rank, in bytes, in addition to the `kept` bytes of
     activations. `at` is (pipeline rank, microbatches of a step).
 
-    The result is the larger of two amounts. The first amount is needed during a backward
-    (`working`, `beside_bytes`, and sums of gradients in the tree of `run.reproducible`). The second
-    amount is needed after the last backward, by messages of data-parallel ranks, by the sums in
-    this tree, or by an update of whole matrices; the memory of the activations is free then. If the
-    messages overlap with the forwards, their memory is added to the first amount. The copies of
-    neighbours' weights in decentralized training (`copies_bytes`) are added."""
+    The result is the larger of two amounts, because the two are needed at different times. The
+    first amount is needed during a backward: the working memory of the op (`working`),
+    `beside_bytes`, and, with `run.reproducible`, sums of gradients in a binary tree. The second
+    amount is needed after the last backward: the memory of the messages between data-parallel
+    ranks, of further sums in this tree, or of an update of whole matrices. At that time, the memory
+    of the activations is free again, so its bytes are subtracted from the second amount.
+
+    If the messages overlap with the computation of the next step, their memory is added to the
+    first amount. In decentralized training, copies of the neighbours' weights (`copies_bytes` of
+    the method) are always added.
+    """
     rank, microbatches = at
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)
@@ -446,8 +459,8 @@ def _beside(
     if method.reproducible:
         during, after = tree.most_sums(microbatches, layout.data)
         each = memory.gradient_bytes(layout, rank)
-        # the gradient of a microbatch is stored as a leaf of the tree after the microbatch's
-        # activations are freed
+        # a microbatch's gradient becomes a leaf of the tree only after the microbatch's activations
+        # are freed
         free = kept if layout.pipeline == 1 else 0
         working = max(working + during * each, after * each - free)
     if method.matrices:

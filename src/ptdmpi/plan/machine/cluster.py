@@ -2,7 +2,7 @@
 
 The data of a cluster comes from two files. A cluster file (TOML) has the rates from data sheets.
 The file `presets/efficiency.toml`, which `make calibrate` writes, has the fractions of these rates
-that real software reaches.
+that software reaches.
 """
 
 import difflib
@@ -35,8 +35,9 @@ class Device(FrozenTable):
 
     The peak is the sum over all multiprocessors. In each clock cycle, one multiprocessor moves
     `shared_bytes_per_clock` bytes through its shared memory and computes `exponentials_per_clock`
-    exponentials. `kernel_s` is the shortest time between the starts of two kernels. `runtime_bytes`
-    is the memory in use on a rank before its first tensor.
+    exponentials. `kernel_s` is the launch limit: the shortest time, in seconds, between the starts
+    of two consecutive kernels. `runtime_bytes` is the memory in use on a rank before its first
+    tensor.
     """
 
     name: str
@@ -67,10 +68,11 @@ class Node(FrozenTable):
     """A node: `devices` devices with links between them, and the network adapters that the devices
     share.
 
-    The rates of links are for one direction. `tree_bytes_per_s` is an upper limit of the rate at
-    which each rank sends in NCCL's trees over several nodes. `ll128_bytes_per_s` has three such
-    limits for rings over several nodes with NCCL's protocol LL128: for all-gather, reduce-scatter
-    and all-reduce. `power_w` is the power of the whole node under load, in watts.
+    The rates of links and adapters are for one direction. `tree_bytes_per_s` is an upper limit of
+    the rate at which a rank sends if an all-reduce over several nodes uses NCCL's trees.
+    `ll128_bytes_per_s` has upper limits of the rate of one ring over several nodes with NCCL's
+    protocol LL128. There is one limit each for all-gather, reduce-scatter and all-reduce. `power_w`
+    is the power of the whole node under load, in watts.
     """
 
     devices: Positive
@@ -89,8 +91,8 @@ class Host(FrozenTable):
     """The host of a node: its memory, its link to each device, and its disk. The rate of a link is
     for one direction.
 
-    The devices share the memory and the disk. None means that a value is unknown. The times of
-    layouts that need an unknown value cannot be predicted.
+    The devices of the node share the memory and the disk. The value None means that a rate or size
+    is unknown. The time of a layout cannot be predicted if it depends on an unknown value.
     """
 
     memory_bytes: Amount | None = None
@@ -108,31 +110,49 @@ class Software(FrozenTable):
     """The training program on a cluster, described by the properties in which training programs
     differ.
 
-    `attention`: "unfused" writes the scores to memory, "flash" keeps the scores on chip. `dropout`:
-    the program applies dropout even if the dropout rate of the model is 0, as all programs did in
-    2021. `gradient_bytes` is the size of one element of a gradient in the sum over the data axis.
-    `overlap_pipeline` and `overlap_tensor`: messages over the pipeline axis (or the tensor axis)
-    are transferred while their ranks compute. `overlap_pipeline` also applies to the messages of a
-    ring of context-parallel ranks. `overlap_context`: context-parallel ranks gather keys and values
-    while they compute the queries. `balanced_stages`: the division of layers over stages takes the
-    work of the output head into account, so that the last stage has fewer layers. `zero_unit` says
-    which weights ZeRO 3 gathers by one message: one "tensor" or one "layer". `groups_per_adapter`:
-    if several groups of a node's ranks communicate at the same time, this number of groups choose
-    the same network adapter, while other adapters are idle. `keeps_outputs`: a stage keeps a sent
-    output in memory until the backward pass. `adds_in_place`: matrix products add to the gradients
-    of weights in place, and an embedding adds only the rows that were looked up.
-    `tied_gradients_apart`: if one rank has both the first and the last stage, a tied table has a
-    separate gradient for each of the two stages. `wide_products`: matrices in fp16 and bf16 are
-    converted to float32 before they are multiplied, as on a CPU without instructions for these
-    types. `kept_block`: causal attention keeps its probabilities for the backward, in blocks of
-    this number of queries; 0 means that the backward computes the probabilities again.
-    `forward_block` and `backward_block`: a CPU computes the forward and the backward of causal
-    attention by matrix products, in blocks of this number of queries; 0 means that it uses a fused
-    kernel, which holds few scores at a time.
-    `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys and values
-    for each query head, because the kernels of GPUs require this. `triton`: the kinds of kernels
-    that this trainer computes in Triton, each in one pass over memory. `launch_s` is the host's
-    time for each kernel or message of a layer; a layer takes at least the sum of these times.
+    Computation:
+    - `attention` is "unfused" if the kernels of attention write the scores to memory, and "flash"
+      if the scores stay on chip.
+    - `dropout` is True if the program applies dropout even if the dropout rate of the model is 0,
+      as all programs did in 2021.
+    - `adds_in_place` is True if matrix products add to the gradients of weights in place, and if an
+      embedding adds only the rows that were looked up.
+    - `wide_products` is True if matrices in fp16 and bf16 are converted to float32 before they are
+      multiplied, as on a CPU without instructions for these types.
+    - `kept_block` is the number of queries in a block, if the forward of causal attention keeps the
+      probabilities of each block for the backward. It is 0 if the backward computes the
+      probabilities again.
+    - `forward_block` and `backward_block` are the numbers of queries in a block, if a CPU computes
+      the forward or the backward of causal attention by matrix products. A value of 0 means that
+      the CPU uses a fused kernel, which holds few scores at a time.
+    - `repeats_keys` is True if attention with grouped queries copies the keys and values for each
+      query head in float32 and float64, because the kernels of GPUs require this.
+    - `triton` has the kinds of kernels that this trainer computes in Triton, each in one pass over
+      memory.
+    - `launch_s` is the time, in seconds, that the host needs for each kernel or message of a layer.
+      A layer takes at least the sum of these times.
+
+    Communication:
+    - `overlap_pipeline` is True if messages over the pipeline axis are transferred while their
+      ranks compute. It also applies to the messages of ring attention.
+    - `overlap_tensor` is True if messages over the tensor axis are transferred while their ranks
+      compute.
+    - `overlap_context` is True if context-parallel ranks gather keys and values while they compute
+      the queries.
+    - `zero_unit` is "tensor" if ZeRO 3 gathers each weight by a message of its own, and "layer" if
+      it gathers all weights of a layer by one message.
+    - `groups_per_adapter` is the number of groups of a node's ranks that send through the same
+      network adapter if several groups communicate at the same time. If it is more than 1, other
+      adapters are idle meanwhile.
+
+    Stages and state:
+    - `gradient_bytes` is the size of one element of a gradient in the sum over the data axis.
+    - `balanced_stages` is True if the division of layers over stages takes the work of the output
+      head into account, so that the last stage has fewer layers.
+    - `keeps_outputs` is True if a stage keeps its output in memory until the backward pass, after
+      it has sent the output to the next stage.
+    - `tied_gradients_apart` is True if a rank that has both the first and the last stage stores two
+      gradients of a tied table, one for each of the two stages.
     """
 
     attention: Literal["unfused", "flash"]
@@ -162,7 +182,9 @@ class Software(FrozenTable):
         """Return the values of a cluster file, completed with values for the keys that older files
         lack.
 
-        An older file whose attention is "flash" describes this trainer.
+        An older file lacks the keys `adds_in_place` and `tied_gradients_apart`. If its attention is
+        "flash", the file describes this trainer, so both keys are set to True. Otherwise both keys
+        are set to False.
         """
         if not isinstance(values, Mapping):
             return values
@@ -170,8 +192,8 @@ class Software(FrozenTable):
         return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
 
 
-# The properties of this trainer. In the cluster file that `ptdmpi probe` writes, measured values
-# replace some of these values, for example `overlap_pipeline`.
+# The properties of this trainer. A cluster file that `ptdmpi probe` writes has the same properties,
+# except that measured values replace some of them, for example `overlap_pipeline`.
 TRAINER = Software(
     attention="flash",
     dropout=False,
@@ -190,10 +212,10 @@ class Efficiency(FrozenTable):
     measured by `ptdmpi probe`.
 
     `gemm_fraction` is the fraction of the peak that the inner loop of a matrix product reaches.
-    `attention_fraction` is the rate of the matrix products inside FlashAttention, as a fraction of
-    the rate of other matrix products. `memory_fraction` and `link_fraction` are the fractions of
-    the memory's rate and of a link's rate that software reaches. `link_step_s` is the time of one
-    step of a ring. `collective_s` is the time to start a collective.
+    `attention_fraction` is the rate of the matrix products inside FlashAttention, divided by the
+    rate of other matrix products. `memory_fraction` and `link_fraction` are the fractions of the
+    memory's rate and of a link's rate that software reaches. `link_step_s` is the time of one step
+    of a ring within a node, and `collective_s` is the time to start a collective, in seconds.
     """
 
     gemm_fraction: PositiveNumber
@@ -205,8 +227,9 @@ class Efficiency(FrozenTable):
 
 
 class Cluster(FrozenTable):
-    """The data of a cluster that a prediction needs. `kernels` has the implementations of kernels
-    that measurements found to be the fastest."""
+    """The data of a cluster that a prediction needs. `measured` has the measurements of `ptdmpi
+    probe`, or is None if the cluster file has only data-sheet values. `kernels` has the
+    implementations of kernels that measurements found to be the fastest."""
 
     name: str
     device: Device
@@ -255,10 +278,10 @@ def _read(path: Traversable) -> dict[str, Any]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return the preset cluster with the name or alias `name`, or the cluster in the file with the
-    path `name`.
+    """Return the preset cluster with the name or alias `name`. If there is no such preset, return
+    the cluster in the file with the path `name`, which must end in ".toml".
 
-    Raises InputError if there is neither, or if the file is not valid.
+    Raises InputError if there is neither a preset nor a file, or if the file is not valid.
     """
     path = preset_file(name)
     if path is None:
@@ -294,10 +317,11 @@ def unknown_cluster(name: str) -> str:
 def load_model(text: str) -> Model:
     """Return the model that `text` describes.
 
-    `text` is the name of a preset, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200", or a preset
-    followed by sizes that replace those of the preset, such as "llama-65b,s=8192". A size may also
-    be given by its key in the section [model] of a configuration, such as kv_heads=8. The defaults
-    are 2048 for s and 51200 for V. Raises InputError for unknown names and illegal sizes.
+    `text` is the name of a preset, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200". It can also
+    be the name of a preset followed by sizes, such as "llama-65b,s=8192". These sizes then replace
+    the preset's own sizes. A size may also be given by its key in the section [model] of a
+    configuration, such as kv_heads=8. The defaults are 2048 for s and 51200 for V. Raises
+    InputError for unknown names and illegal sizes.
     """
     name, keys = preset_and_keys(text)
     return model_of(text, {**model_presets()[name], **keys} if name else keys)
@@ -379,8 +403,8 @@ def _validated(section: type[FrozenTable], tree: dict[str, Any], where: str) -> 
 
 
 def _explain(section: type[FrozenTable], mistake: Any) -> str:
-    """Return a text about one mistake in a section: the key, what is wrong, and the legal
-    values."""
+    """Return a text about one mistake in a section: the key, what is wrong, and, for an unknown
+    key, the legal keys."""
     *path, key = map(str, mistake["loc"]) if mistake["loc"] else ("",)
     name = ".".join([*path, key])
     if mistake["type"] == "missing":

@@ -15,12 +15,14 @@ def in_blocks(sizes: Sizes) -> bool:
 
 
 def queries_at_once(sizes: Sizes) -> int:
-    """Return the number of queries of a head whose gradients one kernel computes."""
+    """Return the number of queries of a head for which one kernel call computes gradients."""
     queries = core_shape(sizes).queries
     if not in_blocks(sizes):
         return queries
     if queries < sizes.model.seq_length and not sizes.model.sliding_window:
-        return min(EARLIER_BLOCK, queries // 2)  # this rank has two runs of queries
+        # in zigzag order this rank has two runs of consecutive queries, and a block of queries lies
+        # in one run
+        return min(EARLIER_BLOCK, queries // 2)
     return min(QUERY_BLOCK, queries)
 
 
@@ -35,8 +37,9 @@ def kept_probabilities(sizes: Sizes) -> int:
     if model.attention != "causal" or model.attention_softcap:
         return 0
     count = 0
-    # count the queries of the first context-parallel rank; in zigzag order all ranks have equally
-    # many
+    # in zigzag order, c ranks cut a sequence into 2c chunks, and the first rank has the first and
+    # the last chunk; all ranks have the same number of probabilities, so count those of the first
+    # rank
     runs = [range(model.seq_length)]
     if core_shape(sizes).queries < model.seq_length:
         chunk = model.seq_length // (2 * sizes.layout.context)
@@ -53,11 +56,12 @@ def product_bytes(sizes: Sizes, backward: bool) -> int:
     forward, or in its backward if `backward` is True. The result is 0 if a fused kernel computes
     the attention.
 
-    The forward has copies of queries and keys in float32 or float64 and a copy of values. The
-    backward has also copies of queries, keys and output gradients in their own type, and the
-    gradients of queries, keys, values and outputs; those of keys and values are in float32 or
-    float64. Scores are in float32 or float64, their gradients in the type of matrix products, and
-    probabilities in the type of the operands.
+    The forward has copies of queries and keys in float32 or float64, and a copy of values. In
+    addition to these copies, the backward has copies of queries, keys and output gradients in their
+    own type, and the gradients of queries, keys, values and outputs. The gradients of keys and
+    values are in float32 or float64. For one block of queries, scores are in float32 or float64,
+    the gradients of scores in the type of matrix products, and probabilities in the type of the
+    operands.
     """
     block = _product_block(sizes, backward)
     if not block:
@@ -74,25 +78,26 @@ def product_bytes(sizes: Sizes, backward: bool) -> int:
         group=group * batch,
         most=block,
     )
-    # each score: its tanh if scores have a cap, its value, its exponential, and its probability if
-    # that has a type of its own
+    # for each score, the memory holds its value and its exponential, its tanh if scores have a cap,
+    # and its probability if probabilities have a type of their own
     capped = wide if model.attention_softcap else 0
     softmax = capped + 2 * wide + (c if c < wide else 0)
     copies = (rows + keys) * d * wide + keys * v * c
     if not backward:
         return copies + max(scores * softmax, rows * d * wide)
     copies += (rows * (2 * d + 2 * v) + keys * d) * c + keys * (d + v) * wide
-    # one product of a block for the gradients of keys or values
+    # the result of one block's matrix product, which is added to the gradients of keys or values
     added = scores // (group * min(block, shape.queries)) * max(d, v) * wide
-    # the probability, a copy in the type of the products, and the gradients of both
+    # for each score, the backward holds its tanh (with a cap), its probability, a copy of the
+    # probability in the type of the products, and the gradients of score and probability
     derivative = capped + c + 2 * operand + (operand if c < operand else 0)
     return copies + scores * max(softmax, derivative) + added
 
 
 def _product_block(sizes: Sizes, backward: bool) -> int:
     """Return the number of queries in a block if matrix products compute the attention, otherwise
-    0. Attention with a soft cap is always computed by products; without a causal mask, its block
-    has all queries."""
+    0. Attention with a soft cap is always computed by matrix products. Without a causal mask, a
+    block has all queries of the rank."""
     model, software = sizes.model, sizes.software
     if model.attention_dropout > 0.0 or not sizes.fused_attention:
         return 0

@@ -28,25 +28,27 @@ from ptdmpi.plan.layer.latent.values import filled_bytes, filling, fills_values,
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.sizes import Sizes
 
-# Megatron-LM of 2021 fuses scaling, mask and softmax if there are at most FUSED_KEYS keys, and if
-# FUSED_HEADS divides the number of heads in a microbatch (megatron/model/fused_softmax.py).
+# Megatron-LM of 2021 fuses scaling, mask and softmax under two conditions: there are at most
+# FUSED_KEYS keys, and FUSED_HEADS divides the number of heads times the number of sequences in a
+# microbatch (megatron/model/fused_softmax.py).
 FUSED_KEYS = 2048
 FUSED_HEADS = 4
-# Bytes that the softmax moves per score, as (forward, backward), if a score has two bytes. The
-# fused kernel reads only the half of the scores that the causal mask allows, and writes all of
-# them. The separate kernels convert to float32, scale, mask, take the softmax, and convert to half
-# precision; in the backward they first copy the masked gradient.
+# Bytes that the softmax moves for each score, as (forward, backward). The numbers are for scores of
+# two bytes. The fused kernel reads only the half of the scores that the causal mask allows, but
+# writes all scores. Without fusion, each term of a sum is one kernel. The kernels of the forward
+# convert to float32, scale, mask, take the softmax, and convert to half precision. The backward has
+# these kernels in reverse order, and also copies the gradient before it is masked.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
 
 @dataclass(frozen=True)
 class Attend(Operator):
-    """softmax(Q K^T) V for each head, with mask, cap, window and dropout. The outputs of the heads
-    are then joined.
+    """softmax(Q K^T) V for each head, with mask, cap, window and dropout, followed by the
+    concatenation of the outputs of all heads.
 
-    Explicit attention writes one score for each head of this rank, each query and each key to
-    memory; FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    Explicit attention writes all scores to memory: one score for each query, each key and each head
+    of this rank. FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
     `RingCore` describes the costs of ring attention. `feeds_kept` is True if the next linear layer
     keeps its input, which is the output of this operator. `feeds_kept` is False if the linear layer
     is frozen and has no adapters.
@@ -58,9 +60,11 @@ class Attend(Operator):
 
     def multiplications(self, model: ModelConfig) -> float:
         """Return the number of multiplications per position in Q K^T and P V, where P is the
-        softmax of the scores. All positions of the sequence count as keys of a query, or, with a
-        window, only those in the window. The result is the mean over layers. Zeros that fill up
-        the values of latent attention (`latent.values`) are not counted."""
+        softmax of the scores. In a layer without a window, all positions of the sequence count as
+        keys of a query, even under a causal mask. In a layer with a sliding window, the number of
+        keys is the size of the window. Only some layers may have a window, so the result is the
+        mean over all layers. Zeros that fill up the values of latent attention (`latent.values`)
+        are not counted."""
         return (model.attention_width + model.values_width) * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
@@ -77,8 +81,8 @@ class Attend(Operator):
         batch = sizes.layout.micro_size * heads
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
-            # values (or their gradients) are an operand or the result of one of the two products of
-            # a forward, and of two of the five products of a backward
+            # one of the two products of a forward (P V) and two of the five products of a backward
+            # (dO V^T and P^T dO) have values or gradients of values as an operand or as the result
             products, of_values = (5, 2) if backward else (2, 1)
             taken = d if fills_values(sizes) else v
             yield FusedAttention(
@@ -100,14 +104,14 @@ class Attend(Operator):
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         e = sizes.compute_bytes
-        # because of the causal mask, the softmax kernel reads only half of the scores, although it
-        # writes all of them
+        # the constants are bytes per score for scores of two bytes, and a score here has e bytes
         yield MemoryPass(scores * softmax * e / 2)
         if sizes.software.dropout:
             yield MemoryPass(scores * (2 * e + 1))
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
-        if not _in_ring(sizes):  # ring attention keeps no scores
+        # ring attention keeps no scores, so recomputing its core would free no memory
+        if not _in_ring(sizes):
             yield from self.core(sizes, backward=False)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
@@ -115,8 +119,8 @@ class Attend(Operator):
             yield from RingCore(sizes).messages(phase, seen_share(sizes), input_trains)
 
     def _merged(self, sizes: Sizes) -> Kernel:
-        """Return the kernel that joins the outputs of the heads, or, in the backward, splits their
-        gradients by head."""
+        """Return the kernel that joins the outputs of the heads. In the backward, the same kernel
+        splits the gradient of the joined output by head."""
         heads, _ = sizes.priced_heads
         width = heads * sizes.model.value_size
         return MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
@@ -134,7 +138,7 @@ class Attend(Operator):
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the tensors that are kept for the backward. The output of attention is kept if the
         next linear layer keeps it as its input, or if the backward of the attention kernel reads
-        it."""
+        it. With "ulysses", the operator `JoinHeads` keeps the output instead."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = core_shape(sizes)
         explicit = model.attention_dropout > 0.0
@@ -149,18 +153,18 @@ class Attend(Operator):
         if not sizes.fused_attention:
             yield from self._kept_by_published_program(sizes)
             return
-        # explicit attention (which stores its scores) copies each key and value head for all query
-        # heads of its group; FlashAttention does not
+        # explicit attention (which stores its scores) copies each key head and value head for every
+        # query head that shares it, but FlashAttention makes no copies
         repeated = heads if explicit else kv_heads
-        # capped scores are computed block by block, so only the operands of one block are in
-        # float32 at a time
+        # the kernel for capped scores keeps its operands in their own type, and its float32 copies
+        # are only working memory
         capped = model.attention_softcap > 0.0 and not explicit
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
         queries = heads * _rows(sizes) * model.head_size
         keys = sizes.keys * sizes.key_value_size
-        # if the matrix products use a copy, the original tensors are needed only to recompute the
-        # core
+        # if attention reads copies of queries, keys and values (`copied`), the original tensors are
+        # kept only for selective recomputation, which computes the core from the originals again
         if mode == "selective" or not copied:
             yield Item("attention.query_key_value", queries + kv_heads * keys, c)
         if copied:
@@ -173,9 +177,11 @@ class Attend(Operator):
         yield from kept_filled(sizes)
 
     def _keeps_own_output(self, sizes: Sizes, mode: str) -> bool:
-        """Return True if the backward of the attention kernel reads the same output tensor as the
-        next operator. A kernel that converts its operands to float32 keeps a separate output in
-        float32 instead."""
+        """Return True if the attention kernel keeps its output for its own backward, as the same
+        tensor that the next operator reads. The output must then be counted even if the next linear
+        layer does not keep its input. A kernel that converts its operands to float32 keeps a
+        separate output in float32, so the result is False (`_kept_by_kernels` counts this output).
+        For ring attention, and for a program without FlashAttention, the result is always True."""
         if _in_ring(sizes) or not sizes.fused_attention:
             return True
         same = sizes.operand_bytes == sizes.compute_bytes
@@ -183,7 +189,8 @@ class Attend(Operator):
 
     def _kept_by_published_program(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that Megatron-LM keeps according to Korthikanti et al. 2022 (arXiv
-        2205.05198, section 4.1). The program applies dropout, and fuses only the softmax."""
+        2205.05198, section 4.1). In that program, attention weights have dropout, and the softmax
+        is the only fused kernel."""
         c, per_head = sizes.compute_bytes, sizes.tokens * sizes.model.head_size
         heads, kv_heads = sizes.local_heads
         scores = sizes.tokens * heads * sizes.model.seq_length
@@ -194,8 +201,10 @@ class Attend(Operator):
         yield Item("attention.value", kv_heads * per_head, c)
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the scores and probabilities that explicit attention keeps. Attention is explicit,
-        which means that its scores are stored, if attention weights have dropout."""
+        """Yield the tensors that explicit attention keeps. Attention is explicit if attention
+        weights have dropout. The tensors are the causal mask (if attention is causal) and several
+        tensors as large as the scores: the probabilities before and after dropout, the dropout
+        mask, and, with a soft cap, the values tanh(score / cap)."""
         model, scores = sizes.model, _scores(sizes)
         if model.attention == "causal":
             queries = core_shape(sizes).queries
@@ -208,8 +217,9 @@ class Attend(Operator):
 
     def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that PyTorch's attention keeps in addition to queries, keys and values.
-        The probabilities are among these tensors only if no fused kernel is available
-        (`_stores_scores`)."""
+        The probabilities are among these tensors in two cases: if no fused kernel is available
+        (`_stores_scores`), and if matrix products compute attention and keep the probabilities of
+        each block of queries (`Software.kept_block`)."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = core_shape(sizes)
         rows = _rows(sizes)
@@ -228,10 +238,12 @@ class Attend(Operator):
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the forward, the sum of four groups of tensors: queries,
-        keys, values and the output; float32 copies of these tensors, if matrix products need them;
-        values and outputs that are filled up with zeros (`latent.values`); and the scores that are
-        in memory at the same time."""
+        """Return the working bytes of the forward, which are the sum over four groups of tensors:
+        - queries, keys, values and the output
+        - float32 copies of these tensors, if matrix products need such copies
+        - values and outputs that are filled up with zeros (`latent.values`)
+        - the scores that are in memory at the same time
+        """
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
@@ -249,11 +261,15 @@ class Attend(Operator):
         return (_rows(sizes) + sizes.keys) * width * each + scores
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward. If scores are stored, memory holds the
-        gradients of the softmax's output before and after dropout, of the softmax's input, and of
-        the values; a CPU also needs a copy of the mask in the type of the gradients. If no scores
-        are stored, memory holds the gradients of the operands and of the output, and also the
-        output if the kernel's backward reads it."""
+        """Return the working bytes of the backward.
+
+        If scores are stored, the result counts the gradient of the values, and the tensors as large
+        as the scores that are in memory at the same time. With dropout, these are the gradient that
+        a kernel reads and the gradient that it writes, and on a CPU also a copy of the dropout mask
+        in the type of the gradients. If no scores are stored, the result counts the gradients of
+        the operands and of the output. The output itself is added if the kernel's backward reads
+        it, but the planner counts it as freed (`_has_output_again`).
+        """
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
@@ -282,10 +298,14 @@ class Attend(Operator):
 
     def _has_output_again(self, sizes: Sizes) -> bool:
         """Return True if the kernel's backward reads the output of attention, and `backward_bytes`
-        must add the bytes of this output. Another operator keeps this output: the next linear layer
-        keeps it as its input, or, with "ulysses", `JoinHeads` keeps it. The planner counts the kept
-        activations of later operators as freed before the backward of attention begins. But the
-        kernel still reads the output then (with "ulysses", the copy that was sent back)."""
+        must add the bytes of this output.
+
+        Another operator keeps this output: the next linear layer keeps it as its input, or, with
+        "ulysses", `JoinHeads` keeps it. The planner counts tensors that later operators keep as
+        freed before the backward of attention begins. But this output is still in memory during the
+        backward of attention, because the kernel reads it. With "ulysses", the kernel reads the
+        copy that `JoinHeads` has sent back.
+        """
         reads = keeps_outputs(sizes.model, selective=False)
         if sizes.operand_bytes != sizes.compute_bytes or not reads:
             return False
@@ -295,8 +315,9 @@ class Attend(Operator):
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward if a CPU computes attention in blocks of
-        queries: the gradients of the operands, of the output and of one block of queries (with up
-        to all keys), and a copy of the output's gradient."""
+        queries. The result counts the gradients of all operands and of the output, and the
+        gradients that the kernel returns for one block of queries (with up to all keys). A copy of
+        the output's gradient is added."""
         shape, d, both = core_shape(sizes), sizes.model.head_size, sizes.key_value_size
         block = queries_at_once(sizes)
         rows = shape.heads * (both * _rows(sizes) + 3 * d * block * sizes.layout.micro_size)
@@ -327,25 +348,29 @@ def _scores(sizes: Sizes) -> int:
 
 
 def _stores_scores(sizes: Sizes) -> bool:
-    """Return True if PyTorch's attention stores scores. PyTorch stores them on a GPU in float64,
-    because no kernel of a GPU fuses attention in float64. Capped scores are not stored: they are
-    computed in blocks in every type."""
+    """Return True if PyTorch's attention stores scores. PyTorch stores scores on a GPU in float64,
+    because no GPU kernel fuses attention in float64. Capped scores are never stored, because they
+    are computed in blocks of queries in every type."""
     wide = sizes.compute_bytes > FLOAT32.bytes and not sizes.model.attention_softcap
     return wide and sizes.fused_attention and not sizes.on_host
 
 
 def seen_share(sizes: Sizes) -> float:
     """Return the fraction of the scores of a causal layer that lie in the sliding window. The
-    fraction is the mean over layers, on the context-parallel rank with the most such scores. On one
-    rank, in a layer whose window is a fraction r of the sequence length, the result is 1 - (1 -
-    r)^2."""
+    fraction is the mean over all layers, where layers without a window count as 1. The result is
+    for the context-parallel rank with the most scores in the window.
+
+    On one rank, if every layer has a window and r = window / sequence length, the result is 1 - (1
+    - r)^2.
+    """
     model = sizes.model
     s, window = model.seq_length, model.sliding_window
     if not 0 < window < s:
         return 1.0
     sliding = (s - model.mean_keys) / (s - window)
     hidden = (1.0 - window / s) ** 2
-    # with "ulysses" each rank has all queries of its heads, so all ranks have equally many scores
+    # with "ulysses" each rank has all queries of its heads, so all ranks have the same number of
+    # scores
     ranks = s // core_shape(sizes).queries
     hidden -= (1.0 - hidden) * (imbalance(s, window, ranks) - 1.0)
     return 1.0 - sliding * hidden

@@ -1,8 +1,8 @@
 """The operators of context parallelism that communicate before and after the attention core. With
-context parallelism, ranks have different positions of a sequence.
+context parallelism, each rank has some of the positions of every sequence.
 
-Each method of context parallelism has its own operators. A model has the operators of all methods,
-but only the operators of the method that a layout uses have costs.
+Each method of context parallelism has its own operators. Every model description has the operators
+of all methods, but an operator has costs only if the layout uses its method.
 """
 
 from abc import ABC, abstractmethod
@@ -17,8 +17,8 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 @dataclass(frozen=True)
 class _Exchange(Operator, ABC):
-    """Messages over the context axis before or after the attention core, and the copies that these
-    messages need."""
+    """An operator that sends messages over the context axis before or after the attention core. Its
+    only kernels are the copies before and after the messages."""
 
     @abstractmethod
     def _bytes(self, sizes: Sizes) -> int:
@@ -63,8 +63,8 @@ class GatherKeys(_Exchange):
         return size * sizes.compute_bytes
 
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the copies that join keys and values in one tensor before the message, and put the
-        positions in order after it."""
+        """Yield the copies before and after the gather. Keys and values are first joined in one
+        tensor, and after the gather, the positions are put in order."""
         if size := self._bytes(sizes):
             yield MemoryPass(2 * size * (1 + 1 / sizes.layout.context))
 
@@ -76,8 +76,9 @@ class GatherKeys(_Exchange):
             yield Message("reduce_scatter", size, "context", behind=behind)
 
     def _overlapping(self, sizes: Sizes, phase: Phase) -> Iterator[Kernel]:
-        """Yield the kernels that run during the message: the matrix product that computes the
-        queries, or the matrix products of its backward."""
+        """Yield the kernels that run during the message. During the gather of a forward, the matrix
+        product of the queries runs. During the sum of a backward, the products run that compute the
+        gradients for this matrix product."""
         if not sizes.gathers_early:
             return
         rows, inputs, outputs = sizes.tokens, sizes.model.hidden, sizes.query_width
@@ -91,9 +92,10 @@ class GatherKeys(_Exchange):
 
 @dataclass(frozen=True)
 class _Dealing(_Exchange):
-    """An all-to-all before or after the attention core. The all-to-all before the core exchanges
-    all heads at a rank's own positions for some of the heads at all positions. The all-to-all after
-    the core does the reverse. Only the method "ulysses" needs these two all-to-alls.
+    """An all-to-all before or after the attention core. Before the all-to-all that precedes the
+    core, a rank has all heads at its own positions. After this all-to-all, the rank has only some
+    of the heads, but at all positions. The all-to-all after the core does the reverse. Only the
+    method "ulysses" needs these two all-to-alls.
 
     In the core, each of c context-parallel ranks has 1/c of the heads at all positions (Jacobs et
     al. 2023, arXiv 2309.14509, section 3.1).
@@ -125,9 +127,10 @@ class _Dealing(_Exchange):
 
 @dataclass(frozen=True)
 class DealHeads(_Dealing):
-    """Queries, keys and values of all heads at this rank's positions -> queries, keys and values of
-    this rank's heads at all positions. Key heads are repeated if their number is not divisible by
-    the context-parallel size."""
+    """The all-to-all before the core. It takes queries, keys and values of all heads at this rank's
+    positions, and returns queries, keys and values of this rank's heads at all positions. If the
+    context-parallel size does not divide the number of key heads, key heads are first repeated
+    (`key_copies`)."""
 
     def _elements(self, sizes: Sizes) -> int:
         heads, kv_heads = sizes.local_heads
@@ -137,12 +140,14 @@ class DealHeads(_Dealing):
 
 @dataclass(frozen=True)
 class JoinHeads(_Dealing):
-    """Outputs of this rank's heads at all positions -> outputs of all heads at this rank's
-    positions.
+    """The all-to-all after the core. It takes the outputs of this rank's heads at all positions,
+    and returns the outputs of all heads at this rank's positions.
 
-    If the backward of the attention kernel needs the kernel's outputs, they are not kept where they
-    were computed: in the backward, ranks first send the outputs back, and then the gradients of the
-    outputs. `feeds_kept` is True if the next linear layer keeps its input.
+    The backward of the attention kernel may need the kernel's outputs. The outputs are kept only
+    after the all-to-all, where they are also the input of the next linear layer. In the backward, a
+    first all-to-all therefore sends the outputs back to the ranks that have computed them, and a
+    second one sends the gradients of the outputs. `feeds_kept` is True if the next linear layer
+    keeps its input.
     """
 
     feeds_kept: bool = True
@@ -173,6 +178,6 @@ class JoinHeads(_Dealing):
             yield Item(f"{self.name}.output", size // each, each)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients during the exchange, and of the outputs that are sent
-        back."""
+        """Return the bytes of the gradients during the all-to-all, and of the outputs that are sent
+        back to the ranks that have computed them."""
         return super().backward_bytes(sizes) + self.sends_back(sizes) * self._bytes(sizes)

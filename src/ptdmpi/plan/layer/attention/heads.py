@@ -13,8 +13,9 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 @dataclass(frozen=True)
 class SplitHeads(Operator):
-    """The output of attention's first linear layer, [positions, sequences, (query heads + 2 key
-    heads) of this rank x head size] -> queries, keys and values by head, normalised and rotated.
+    """The division of the output of attention's first linear layer into queries, keys and values by
+    head, and the norms and the rotation of queries and keys. The output of the linear layer is
+    [positions, sequences, (query heads + 2 key heads) of this rank x head size].
 
     `norms` has the norm of queries and the norm of keys, or is empty if the model has no such
     norms. Each norm is over one head (Dehghani et al. 2023, arXiv 2302.05442, section 2), or, if
@@ -55,10 +56,10 @@ class SplitHeads(Operator):
         yield Elementwise(name, each * kv_heads, moved, priced=False)
 
     def rotations(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the rotation: one in Triton, or two products, a difference and a
-        sum. Queries and keys are rotated as one tensor, or as two tensors if each of them has a
-        norm. No time is counted for these kernels (`priced` is False), because the time of other
-        kernels includes it."""
+        """Yield the kernels of the rotation: one kernel in Triton, or four kernels in PyTorch (two
+        products, a difference and a sum). Queries and keys are rotated as one tensor, or as two
+        tensors if they have norms. No time is counted for these kernels (`priced` is False),
+        because the predicted times of other kernels already include it (see `account.py`)."""
         if not self.rotates:
             return
         heads, kv_heads = sizes.priced_heads
@@ -76,7 +77,8 @@ class SplitHeads(Operator):
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of norms and rotation. If queries and keys are rotated, values are
-        copied, because a view of them would keep the whole output of the linear layer in memory."""
+        copied. Without the copy, values would be a view of the linear layer's output, and would
+        keep this whole output in memory."""
         yield from self._normalised(sizes, backward=False)
         yield from self.rotations(sizes)
         if self.rotates:
@@ -95,8 +97,9 @@ class SplitHeads(Operator):
         yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the input and the statistics of the norms of queries and keys. The whole output of
-        the first linear layer is kept as input, because queries and keys are views of it."""
+        """Yield the input and the statistics of the norms of queries and keys. Queries and keys
+        before the norms are views of the first linear layer's output, so the whole output is kept,
+        including the values."""
         if not self.norms:
             return
         heads, kv_heads = sizes.local_heads
@@ -113,11 +116,11 @@ class SplitHeads(Operator):
         """Return the working bytes of the backward: the bytes of the gradient of the input, and of
         the tensors that the backwards of the rotation and of the norms need.
 
-        The gradients of queries and keys are joined before a rotation, and the rotation writes two
-        tensors of their size (in Triton, one). The backward of the queries' norm comes last; at
-        this point, the gradients of queries and keys are also in memory. For a program without
-        FlashAttention (Megatron-LM of 2021) the result is 0: its published list of a layer's
-        tensors (Korthikanti et al. 2022) does not include these tensors.
+        The gradients of queries and keys are joined before the backward of a rotation, which writes
+        two tensors of the same size (in Triton, one). The backward of the queries' norm comes last,
+        while the gradients of queries and keys are also in memory. For a program without
+        FlashAttention (Megatron-LM of 2021) the result is 0, because the published list of a
+        layer's tensors (Korthikanti et al. 2022) does not include these tensors.
         """
         if not sizes.fused_attention:
             return 0

@@ -8,13 +8,14 @@ from ptdmpi.plan.layer.operator import hash_bytes
 from ptdmpi.plan.layer.sizes import Sizes
 
 # Number of times that a score is read or written outside matrix products, in (forward, backward).
-# The forward computes maximum, difference, exponential and sum. The backward computes difference,
-# exponential, and the gradient of the scores.
+# The kernels of the forward compute maximum, difference, exponential and sum. The kernels of the
+# backward compute difference, exponential, and the gradient of the scores.
 SOFTMAX_PASSES = (6, 10)
 # Bytes of a query's hash, from which the dropout mask of the query's attention weights is drawn.
 HASH_BYTES = 8
 # Number of times that the output is read or written for each block of keys and values that arrives.
-# The output so far is scaled, and the contribution of the block is added.
+# The sum over the blocks that arrived earlier is rescaled, and the contribution of the new block is
+# added.
 MERGE_PASSES = 5
 
 
@@ -22,11 +23,15 @@ class RingCore:
     """Ring attention: this rank's queries attend to the keys and values of all ranks, which arrive
     one block after the other.
 
-    Scores are computed by matrix products in float32 or float64, for a block of queries and a chunk
-    of keys at a time, and are not kept. A block of keys and values visits each rank. A rank has two
-    chunks of queries, and a block has two chunks of keys, so a visit has four pairs of a query
-    chunk and a key chunk. Under a causal mask, the rank computes the scores of only two of the four
-    pairs, or, for its own block, of three pairs, two of which are on the diagonal.
+    A block is the keys and values of one rank. It is sent around the ring, and the time on one rank
+    is called a visit. The sequence is cut into two chunks for each rank, so a rank has two chunks
+    of queries, and a block has two chunks of keys. During a visit, there are four pairs of a query
+    chunk and a key chunk. A causal mask hides two of the four pairs. If the visiting block is the
+    rank's own block, the mask hides only one pair, and cuts two of the other pairs along the
+    diagonal.
+
+    Scores are computed by matrix products in float32 or float64, for some of the queries and one
+    chunk of keys at a time, and are not kept.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -38,9 +43,10 @@ class RingCore:
         self.key_elements = kv_heads * sizes.tokens * sizes.key_value_size
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (number of queries, number of keys) for each pair of chunks whose scores are
-        computed. In a pair on the diagonal, each block of queries reads only the keys up to its own
-        last position, so the number of keys is a mean over these blocks."""
+        """Yield (number of queries, number of keys) for each pair of a query chunk and a key chunk
+        whose scores are computed. In a pair on the diagonal, the queries are computed in blocks,
+        and each block reads only the keys up to its own last position. The number of keys of this
+        pair is therefore the mean over its blocks."""
         chunk, visits = self.chunk, self.sizes.layout.context
         if self.sizes.model.attention != "causal":
             yield from [(chunk, chunk)] * (4 * visits)
@@ -87,12 +93,13 @@ class RingCore:
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
         """Yield the messages of one phase (forward, backward, or a part of a split backward).
-        `seen` is the fraction of the scores that lie in the sliding window. Each block of keys and
-        values visits all other context-parallel ranks. In a backward, the gradients of the block
-        follow the block, and in the end return to the rank that owns it.
+        `seen` is the fraction of the scores that lie in the sliding window. The keys and values of
+        each rank visit all other context-parallel ranks. In a backward, the gradients of these keys
+        and values follow them, and in the end return to the rank that owns the keys and values.
 
-        The matrix products of a visit overlap with the messages of the next visit. In a backward,
-        the products that compute scores overlap with the messages of keys and values, and all other
+        While a rank computes with one block of keys and values, the next block is already being
+        sent. In a forward, all matrix products overlap with this message. In a backward, the
+        products that compute scores overlap with the messages of keys and values, and all other
         products overlap with the messages of gradients. Nothing overlaps with the last message, in
         which the gradients return to their own rank.
         """
@@ -123,32 +130,39 @@ class RingCore:
         yield Item("attention.logsumexp", rows, sizes.wide_bytes)
 
     def forward_bytes(self) -> int:
-        """Return the working bytes of the forward: the bytes of the inputs and the output, of
-        copies of the queries and the output in float32 or float64, of two blocks of keys and values
-        (the present and the next block), and of the scores."""
+        """Return the working bytes of the forward, which are the sum over these tensors:
+        - queries, keys and values of this rank, and the output
+        - copies of the queries and the output in float32 or float64
+        - two received blocks of keys and values (the present and the next block)
+        - the scores that are computed at once
+        """
         rows = self.query_elements + self.output_elements
         narrow = (rows + 3 * self.key_elements) * self.sizes.compute_bytes
         return narrow + rows * self.sizes.wide_bytes + self._tile_bytes(backward=False)
 
     def backward_bytes(self) -> int:
-        """Return the working bytes of the backward. The result counts the bytes of the gradient of
-        the output; of the queries and their gradient in float32 or float64; of two blocks of keys
-        and values; of three blocks of their gradients (this rank's contribution, the sum that
-        arrives, and the new sum); and of the scores."""
+        """Return the working bytes of the backward, which are the sum over these tensors:
+        - the gradient of the output
+        - the queries and their gradient, in float32 or float64
+        - two blocks of keys and values (the present and the next block)
+        - three blocks of gradients of keys and values, in float32 or float64: this rank's
+          contribution, the sum that arrives, and the new sum
+        - the scores that are computed at once
+        """
         wide = 2 * self.query_elements + 3 * self.key_elements
         narrow = self.output_elements + 2 * self.key_elements
         taken = wide * self.sizes.wide_bytes + narrow * self.sizes.compute_bytes
         return taken + self._tile_bytes(backward=True)
 
     def _tile_bytes(self, backward: bool) -> int:
-        """Return the bytes for the scores that are computed at once: the bytes of the attention
-        weights, of their gradients and of the gradients of scores, and, with a soft cap, of the
-        values tanh(score / cap). Copies of the queries to which these scores belong, and of the
-        gradients of the outputs of these queries, are included.
+        """Return the bytes of the tensors for one tile, which is the set of scores that are
+        computed at once. These tensors are the attention weights, their gradients, the gradients of
+        scores, and, with a soft cap, the values tanh(score / cap). Copies of the tile's queries,
+        and of the gradients of their outputs, are included.
 
-        With dropout, the weights or gradients are in memory both before and after dropout, and the
-        mask and a hash of each query are added. While the mask is drawn, memory holds only the
-        weights and, in a forward, the weights of the previous scores.
+        With dropout, the weights or their gradients are in memory both before and after dropout,
+        and the mask and a hash of each query are added. While the mask is drawn, memory holds only
+        the weights and, in a forward, the weights of the previous tile.
         """
         sizes, model = self.sizes, self.sizes.model
         micro_size = sizes.layout.micro_size

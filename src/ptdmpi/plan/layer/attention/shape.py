@@ -1,4 +1,4 @@
-"""The part of the attention core that a rank computes."""
+"""The part of the attention core (scores, softmax, weighted sum of values) that a rank computes."""
 
 import math
 from typing import NamedTuple
@@ -11,8 +11,8 @@ def key_copies(kv_heads: int, ranks: int) -> int:
     """Return the smallest number of copies of each key head with which the key heads can be
     distributed evenly over `ranks` ranks.
 
-    If `ranks` divides the number of query heads, the result divides the number of query heads that
-    share a key head.
+    If `ranks` divides the number of query heads, the copies of a key head can be divided evenly
+    over the query heads that share this key head.
     """
     return ranks // math.gcd(kv_heads, ranks)
 
@@ -21,7 +21,8 @@ def keeps_outputs(model: ModelConfig, selective: bool) -> bool:
     """Return True if the kernels of attention keep their outputs for the backward.
 
     With dropout or soft caps, attention is computed by matrix products, whose backward does not
-    need the outputs. If `selective` is True (selective recomputation), no outputs are kept.
+    need the outputs. If `selective` is True (selective recomputation), the backward computes
+    attention again, so no outputs are kept.
     """
     return not (selective or model.attention_dropout or model.attention_softcap)
 

@@ -258,6 +258,13 @@ class Prefetcher:
         self._submit()
         return microbatches
 
+    def mistake(self) -> Exception | None:
+        """Return the error with which the next step could not be read, if the thread has tried to
+        read it and the cause is the data or a disk. Otherwise return None."""
+        ready = bool(self._ahead) and self._ahead[0].done()
+        error = self._ahead[0].exception() if ready else None
+        return error if isinstance(error, InputError | OSError) else None
+
     def close(self) -> None:
         """End the thread that reads in advance, and the iteration. `close` may be called more than
         once."""

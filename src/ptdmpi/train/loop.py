@@ -61,6 +61,7 @@ class Loop:
         self.journal = parts.journal
         self.stopping = Stopping(config, parts.lookout, parts.attempt, parts.journal)
         self._vote = parts.vote
+        self._reader: Prefetcher | None = None  # reads the batches of later steps in advance
         # `completed` is the last step that was trained; `concluded` is the last step whose record,
         # validation and saves are done
         self.completed = parts.start.unfinished
@@ -105,6 +106,7 @@ class Loop:
 
     def _train(self) -> Iterator[Completed]:
         with contextlib.closing(self.feed.steps(self.first)) as feed:
+            self._reader = feed
             self.lookout.place.enter("training")
             if self.completed is not None:  # a rank was lost after the update of this step
                 asked = self._conclude(self.completed)
@@ -161,8 +163,9 @@ class Loop:
         step = done.step
         # In a vote, all ranks exchange their requests to stop or save. Vote before the record is
         # written, because the vote also computes the greatest peak memory of all ranks, which the
-        # record contains.
-        asked = self._vote()
+        # record contains. If the next step's data cannot be read, all ranks save this step and end.
+        mistake = None if self._reader is None else self._reader.mistake()
+        asked = self._vote(mistake)
         self._record(done, asked)
         if batches is not None:
             self.skips.after(step - 1, done.result, batches)

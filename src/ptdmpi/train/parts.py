@@ -60,7 +60,7 @@ class Parts:
     saving: Saving
     validation: Validation
     journal: Journal
-    vote: Callable[[], Asked]
+    vote: Callable[..., Asked]
 
 
 def assemble(
@@ -160,10 +160,11 @@ def _with_state(
     return parts
 
 
-def _vote(lookout: Lookout, engine: Engine) -> Asked:
-    """Let all ranks vote: each rank sends the requests to stop or to save that it has received.
-    Return the requests on which the ranks agree. Every rank must call this function."""
-    return lookout.vote(peak_memory_bytes(engine.device))
+def _vote(lookout: Lookout, engine: Engine, mistake: Exception | None = None) -> Asked:
+    """Let all ranks vote: each rank sends the requests to stop or to save that it has received, and
+    whether it has failed to read its data (`mistake`). Return the requests on which the ranks
+    agree. Every rank must call this function."""
+    return lookout.vote(peak_memory_bytes(engine.device), mistake)
 
 
 def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptdmpi.config import Config
+from ptdmpi.config import Config, InputError
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.output.losses import COUNT, MARGIN, RIGHT, TASK, SummedLoss, recorded, summed
 from ptdmpi.train.feed import Feed
@@ -30,12 +30,13 @@ class Validation:
         engine: Engine,
         tasks: Tasks,
         *,
-        vote: Callable[[], Asked],
+        vote: Callable[..., Asked],
         standing: Standing,
         hooks: Hooks,
     ) -> None:
         """Prepare the validations. `vote` is a function that returns the requests to stop or save.
         It is also called during a validation, because a request to stop interrupts the validation.
+        Its optional argument is the error with which this rank has failed to read its data.
         """
         self.config = config
         self.feed = feed
@@ -115,15 +116,24 @@ class Validation:
         losses: list[dict[str, SummedLoss]] = [{} for _ in self.feed.valid]
         place.enter("validation")
         asked = Asked("", Save.NO, 0)
-        for number, group in self.feed.validation():
-            measured = self.engine.evaluate(self.feed.place(group))
-            losses[number] = summed([losses[number], measured])
-            # After each group of microbatches, the ranks vote whether a stop was requested, because
-            # a batch system may kill the run before a long validation is complete.
-            asked = self.vote()
+        groups = self.feed.validation()
+        while True:
+            mistake = None
+            try:
+                number, group = next(groups, (0, []))
+            except (InputError, OSError) as error:
+                mistake = error
+            # Before each group of microbatches, the ranks vote whether a stop was requested,
+            # because a batch system may kill the run before a long validation is complete. They
+            # also vote whether all of them could read the group.
+            asked = self.vote(mistake)
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} interrupted")
                 return asked
+            if not group:
+                break
+            measured = self.engine.evaluate(self.feed.place(group))
+            losses[number] = summed([losses[number], measured])
         paths = self.config.data.valid_paths
         values, text = validation_record(paths, losses)
         if self.bigram_pending:

@@ -100,17 +100,20 @@ class Lookout:
         other ranks the list is empty."""
         return [] if self.slow is None else self.slow.after(step)
 
-    def vote(self, memory_bytes: int) -> Asked:
+    def vote(self, memory_bytes: int, mistake: Exception | None = None) -> Asked:
         """Let all ranks vote, after a step, whether to stop and whether to save. All ranks must
         call this method. Return the result, which is the same on all ranks.
 
         `memory_bytes` is the peak memory of this rank. The result contains the greatest peak memory
-        of all ranks. A vote needs only one small collective.
+        of all ranks. `mistake` is the error with which this rank has failed to read its data; the
+        run then saves and ends on all ranks. A vote needs only one small collective.
         """
         world = self.axes.world
+        self.requests.mistake = self.requests.mistake or mistake
         ballot = self.requests.mine(world.rank)
         stop, save, memory = world.greatest((ballot.stop, ballot.save, memory_bytes))
-        return Asked(self.requests.reason(stop), Save(save), memory)
+        reason, failed = self.requests.reason(stop), self.requests.failed(stop)
+        return Asked(reason, Save(save), memory, failed)
 
     def obeyed(self, name: str) -> None:
         """On rank 0, remove the file `name` ("STOP" or "SAVE") after the request was carried

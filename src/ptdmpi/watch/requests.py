@@ -36,13 +36,14 @@ LOOK_S = 1.0
 FIRST_SAVE_SHARE = 0.05
 
 # In a vote, each reason to stop is a number, and the result is the greatest number. Numbers from
-# _FIRST_SIGNAL on represent signals, and _GONE means that the run directory was deleted or
-# replaced.
+# _FIRST_SIGNAL on represent signals. _UNREADABLE means that a rank cannot read its data, and _GONE
+# that the run directory was deleted or replaced.
 _STOP_FILE = 1
 _TIME_LIMIT = 2
 _NO_READER = 3
 _FIRST_SIGNAL = 4
-_GONE = _FIRST_SIGNAL + len(SIGNALS)
+_UNREADABLE = _FIRST_SIGNAL + len(SIGNALS)
+_GONE = _UNREADABLE + 1
 _RANKS = 1 << 32
 # number of a reason -> text, for reasons that do not depend on the rank
 _WORDS = {
@@ -147,11 +148,13 @@ class Ballot(NamedTuple):
 @dataclass(frozen=True)
 class Asked:
     """The result of a vote. `stop` is the reason to stop; it is empty if the run continues.
-    `peak_memory_bytes` is the greatest peak memory of all ranks."""
+    `peak_memory_bytes` is the greatest peak memory of all ranks. If the reason is that a rank
+    cannot read its data, `failed` is the number of this rank; otherwise it is None."""
 
     stop: str
     save: Save
     peak_memory_bytes: int
+    failed: int | None = None
 
 
 class _Files(NamedTuple):
@@ -168,7 +171,8 @@ class Requests:
 
     `directory` is the run directory. `max_minutes` is the time limit, counted from the start of the
     process (0: no limit). The run stops if another step and a save would exceed the limit. A save
-    is due every `save_minutes` minutes (0: never).
+    is due every `save_minutes` minutes (0: never). `mistake` is the error with which this rank has
+    failed to read its data, or None.
     """
 
     def __init__(
@@ -187,6 +191,7 @@ class Requests:
         self.save_s = save_minutes * 60
         self._saved_s = time.monotonic()
         self.began_s = time.monotonic() - process_age_s()
+        self.mistake: Exception | None = None
         self.steps = 0  # number of training steps that this process has done
         self.longest_step_s = 0.0
         self.longest_save_s = 0.0
@@ -202,6 +207,8 @@ class Requests:
         reasons = [0]
         if self.signals.received is not None:
             reasons.append(_FIRST_SIGNAL + SIGNALS.index(self.signals.received))
+        if self.mistake is not None:
+            reasons.append(_UNREADABLE)
         if rank == 0:
             files = self._look()
             if files.save:
@@ -238,10 +245,18 @@ class Requests:
                 f"run.dir = {self.directory} was deleted or replaced while the run was going on: "
                 "stopped, because nothing of it can be saved"
             )
+        if code == _UNREADABLE:
+            return f"rank {rank} ({self.hosts[rank]}) cannot read its data"
         if code >= _FIRST_SIGNAL:
             name = SIGNALS[code - _FIRST_SIGNAL].name
             return f"{name} on rank {rank} ({self.hosts[rank]})"
         return _WORDS[code]
+
+    def failed(self, stop: int) -> int | None:
+        """Return the rank that cannot read its data, if this is the reason to stop; otherwise
+        return None. `stop` is the result of the vote, as in `reason`."""
+        code, rest = divmod(stop, _RANKS)
+        return _RANKS - 1 - rest if code == _UNREADABLE else None
 
     def stepped(self, elapsed_s: float) -> None:
         """Record a step that took `elapsed_s` seconds."""

@@ -17,6 +17,12 @@ def test_too_little_memory_is_one_line():
     assert explained(MemoryError()) == ("out of memory: MemoryError", 1)
 
 
+def test_a_loop_of_links_is_one_line(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="Symlink loop from"), mendable_paths():
+        (tmp_path / "loop").resolve()
+
+
 def test_what_to_install():
     assert missing("tokenizers").endswith("pip install 'ptdmpi[data]'")
     assert missing("lm_eval").endswith("pip install 'ptdmpi[eval]'")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from ptdmpi.base.errors import InputError
 
+LOOP = "Symlink loop from "  # `Path.resolve` of Python 3.11 and 3.12 raises RuntimeError
 PACKAGES = ("ptdmpi", "data_prep")
 # Path errors that the user can correct, which are reported as bad input. A full or broken disk is
 # reported as a failure.
@@ -49,6 +50,8 @@ def explained(error: BaseException) -> tuple[str, int] | None:
         )
     if isinstance(error, MemoryError) or "failed to map segment" in str(error):
         return f"out of memory: {escaped(str(error) or type(error).__name__)}", 1
+    if isinstance(error, RuntimeError) and str(error).startswith(LOOP):
+        return escaped(str(error)), 2
     if isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename else ""
         text = escaped(f"{where}{error.strerror or error}")
@@ -101,7 +104,7 @@ def mendable_paths() -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         explanation = explained(error)
         if explanation is None or explanation[1] != 2:
             raise

@@ -53,6 +53,17 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return sorted((path for path in directory.iterdir() if is_name(path.name)), key=step_of)
 
 
+def of_run(directory: Path) -> list[Path]:
+    """Return the checkpoints of a run that starts, as `checkpoints_in` does. Raise InputError if
+    `directory` exists and is not a folder, because the run could not save into it."""
+    if os.path.lexists(directory) and not directory.is_dir():
+        raise InputError(
+            f"{directory} is not a folder (a file, or a link that leads to no folder), so the run "
+            "cannot save; remove it, or mount what it leads to"
+        )
+    return checkpoints_in(directory)
+
+
 def named(path: Path) -> Path:
     """Return the checkpoint that a user names by its path, or by the file `latest` or `best`.
     RUN/best means RUN/checkpoints/best. Raise InputError if the file names no checkpoint."""

@@ -118,10 +118,10 @@ class MemoryCopies:
             why = self._commit(path, self.world.broadcast_object(text))
         if not why:
             self.newest = path
+            self.count += 1
+            self.seconds += time.perf_counter() - begin
         if self.leads:
             self._remove_all_but(self.newest)
-        self.count += 1
-        self.seconds += time.perf_counter() - begin
         return why
 
     def _written(self, path: Path) -> tuple[Written | None, str]:

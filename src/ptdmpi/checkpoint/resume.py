@@ -179,4 +179,4 @@ class Resumption:
                 raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
         if self.directory.is_dir():
             files.put_back(self.directory)
-        return files.checkpoints_in(self.directory)[::-1]
+        return files.of_run(self.directory)[::-1]

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from mpi4py import MPI
 
-from ptdmpi.base.outside import mendable_paths
+from ptdmpi.base.outside import LOOP, explained, mendable_paths
 from ptdmpi.base.traffic import Traffic
 from ptdmpi.base.words import printable
 from ptdmpi.comm.clock import Clock
@@ -329,12 +329,25 @@ def fail_together(world: World) -> Iterator[None]:
     except BaseException as error:
         if world.size == 1 and isinstance(error, OSError) and _is_of_output(error):
             raise  # the caller ends the program with one line, and MPI is finalized as usual
-        text = "".join(traceback.format_exception(error))
+        line, code = _of_a_file(error)
+        if line and MPI.COMM_WORLD.Get_size() == 1:
+            print(printable(f"ptdmpi: error: {line}"), file=sys.stderr, flush=True)
+            raise SystemExit(code) from None
+        text = line or "".join(traceback.format_exception(error))
         lines = [f"[rank {world.rank} on {world.host}] {line}" for line in text.splitlines()]
         print("\n".join(lines), file=sys.stderr, flush=True)
         world.last_words(error)
         world.abort_wires()
-        world.control.Abort(1)
+        world.control.Abort(code)
+
+
+def _of_a_file(error: BaseException) -> tuple[str, int]:
+    """Return a line about `error` and an exit code, if a disk or a path has caused it; otherwise
+    return ("", 1). An error of a file has the file's name and a number."""
+    is_of_a_file = isinstance(error, OSError) and error.filename and error.errno is not None
+    if is_of_a_file or str(error).startswith(LOOP):
+        return explained(error) or ("", 1)
+    return "", 1
 
 
 def _is_of_output(error: OSError) -> bool:

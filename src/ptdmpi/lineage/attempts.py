@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,4 +184,9 @@ def _ends_line(path: Path) -> bool:
 
 
 def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+    """Return the local time, or UTC if the environment variable TZ names no legal time zone."""
+    try:
+        now = datetime.now().astimezone()
+    except ValueError:  # an offset of a day or more
+        now = datetime.now(UTC)
+    return now.isoformat(timespec="seconds")

@@ -28,7 +28,7 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
         _stand_on_base(config, course)
     own = Path(config.run.dir) / "checkpoints"
     wanted = config.checkpoint.resume
-    existing = files.checkpoints_in(own)
+    existing = files.of_run(own)
     if wanted == "never" or (wanted == "auto" and not existing):
         said = _begins_anew(config, own, len(existing))
         return {"step": 0, "path": None, "changed": [], "says": said}

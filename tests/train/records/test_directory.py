@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -22,6 +24,17 @@ def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
     expected = "".join(f'{{"step": {step}}}\n' for step in steps)
     assert (tmp_path / "run/metrics.jsonl").read_text() == expected
     assert capsys.readouterr().err.count("No space left on device; its lines wait") == 1
+    directory.close()
+    assert not capsys.readouterr().err
+
+
+def test_lines_that_were_never_written_are_counted_at_the_end(tmp_path, monkeypatch, capsys):
+    directory = RunDirectory(tmp_path / "run", "", 0)
+    monkeypatch.setattr(files, "append_lines", _no_space)
+    directory.record(step=1)
+    directory.record(step=2)
+    directory.close()
+    assert "metrics.jsonl lacks the last 2 lines, which could not" in capsys.readouterr().err
 
 
 def test_live_state_goes_on_while_the_disk_is_full(tmp_path, monkeypatch):
@@ -122,3 +135,38 @@ def test_damaged_records_are_said_and_kept(tmp_path, capsys):
     assert "1 damaged line is left out; metrics.damaged.jsonl has" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt", "history.jsonl"])
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path, name):
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(InputError, match=r"Too many levels of symbolic links"):
+        RunDirectory(tmp_path, "", 0)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("target", ["checkpoints", "nowhere", "file"])
+def test_checkpoints_that_are_no_folder_are_refused_at_the_start(tmp_path, target):
+    """Records of earlier steps stay."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n')
+    (tmp_path / "file").touch()
+    (tmp_path / "checkpoints").symlink_to(target)
+    with pytest.raises(InputError, match="checkpoints is not a folder"):
+        RunDirectory(tmp_path, "", 0)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3}\n'
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path):
+    """All lines are written, or none; the error is that of the system."""
+    code = (
+        "import resource, sys; from pathlib import Path;"
+        "from ptdmpi.train.records.directory import append_lines;"
+        "path = Path(sys.argv[1]); append_lines(path, 'first\\n');"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, -1)); append_lines(path, 'second\\n')"
+    )
+    path = tmp_path / "log.txt"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert "OSError: [Errno 27] File too large" in ended.stderr
+    assert path.read_text() == "first\n"

@@ -12,7 +12,9 @@ from typing import Any
 from ptdmpi.base.disk import open_file, read_file, write_whole
 from ptdmpi.base.launched import is_supervised
 from ptdmpi.base.words import counted
+from ptdmpi.checkpoint.directory import of_run
 from ptdmpi.config import Config, InputError
+from ptdmpi.lineage.attempts import HISTORY
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.notices import Notices
 from ptdmpi.sinks.sinks import Sinks
@@ -71,7 +73,13 @@ class RunDirectory:
         self._loss: float | None = None
         self._step = resumed_step
         self._dropped = False
-        for prepare in (partial(self._write_config, config_text), self._drop_later):
+        preparing: list[Callable[[], None]] = [
+            partial(self._write_config, config_text),
+            self._drop_later,
+        ]
+        if handed_over is None:
+            preparing.insert(0, self._try_files)
+        for prepare in preparing:
             try:
                 prepare()
             except OSError as error:
@@ -85,6 +93,15 @@ class RunDirectory:
     def _write_config(self, text: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "config.toml", text)
+
+    def _try_files(self) -> None:
+        """Open the files to which the run appends. Raises OSError if one of them exists and cannot
+        be written, for example because it is a link to itself, or InputError if the run cannot save
+        checkpoints."""
+        of_run(self.path / "checkpoints")
+        for path in (self.metrics, self.log, self.path / HISTORY):
+            if os.path.lexists(path):
+                open_file(path, "ab").close()
 
     def _drop_later(self) -> None:
         """Remove the file `done`, and all records and timelines of steps after the resumed step."""
@@ -163,7 +180,12 @@ class RunDirectory:
 
     def close(self) -> None:
         """Close the sinks (the tools that receive the records), and deliver all messages. Later
-        records are written only to `metrics.jsonl`."""
+        records are written only to `metrics.jsonl`. Print a warning for each file that still lacks
+        lines, because nobody will write them."""
+        for path, lines in self._waiting.items():
+            missing = counted(len(lines.splitlines()), "line")
+            text = f"ptdmpi: warning: {path} lacks the last {missing}, which could not be written"
+            print(text, file=sys.stderr, flush=True)
         if self._sinks is not None:
             self._sinks.close()
         if self._messages is not None:
@@ -209,14 +231,20 @@ def mark_done(path: Path, steps: int) -> None:
 def append_lines(path: Path, lines: str) -> None:
     """Append whole lines to a file in one unbuffered write, or append nothing.
 
-    Raises OSError if the disk has no space for all lines.
+    Raises OSError if the disk has no space for all lines, or if the file would become too large.
     """
     data = lines.encode()
     with open_file(path, "ab") as file:
         size = file.tell()
-        if file.write(data) < len(data):
+        written = file.write(data)
+        if written == len(data):
+            return
+        try:
+            if written + file.write(data[written:]) < len(data):  # raises the error of the disk
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
             file.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise
 
 
 def _step(line: bytes) -> int | None:

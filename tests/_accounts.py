@@ -27,6 +27,7 @@ from tests._rows import tensors
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 # Allocations, and views that PyTorch does not call views.
 NOTHING = ("empty", "empty_like", "new_empty_strided", "zeros", "zeros_like", "_unsafe_view")
+SCALES = ("mul", "mul_", "addcmul", "addcmul_")
 OVERWRITES = ("copy_", "addmm_")  # the first operand is not read, or read by the product's kernel
 
 
@@ -77,15 +78,16 @@ class Move(NamedTuple):
 
 
 class Work(TorchDispatchMode):
-    """The multiplications of the products that run while the mode is on, and the bytes that each
-    kernel moves: operands and results of at least `least` elements. What is written in place counts
-    twice."""
+    """The multiplications of the products that run while the mode is on (and those of elementwise
+    kernels, `scaled`), and the bytes that each kernel moves: operands and results of at least
+    `least` elements. What is written in place counts twice."""
 
     def __init__(self, least: int) -> None:
         super().__init__()
         self.least = least
         self.moves: list[Move] = []
         self.multiplications = 0
+        self.scaled = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -93,6 +95,8 @@ class Work(TorchDispatchMode):
         if function.is_view or name in NOTHING:
             return result
         self.multiplications += multiplications(name, args)
+        if name in SCALES:
+            self.scaled += sum(each.numel() for each in tensors(result))
         moved = [*tensors(args[name in OVERWRITES :]), *tensors(result)]
         large = [each for each in moved if in_memory(each) >= self.least]
         if large:

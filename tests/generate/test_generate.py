@@ -13,6 +13,8 @@ from data_prep.vocabulary import BYTES_SHA256, train_bpe
 from ptdmpi.comm.world import World
 from ptdmpi.commands.generate import command
 from ptdmpi.config import InputError
+from ptdmpi.config.kinds import LATENT
+from ptdmpi.config.model import SUBLAYERS
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.generate.generator import Prompt, generate
@@ -44,6 +46,12 @@ MODELS = {
         "attention_softcap": 0.5,
         "query_scalar": 5.0,
     },
+}
+# every further sublayer of the package, between attention and MLP
+MODELS |= {
+    name: {"sublayers": ["attention", name, "mlp"]}
+    for name in SUBLAYERS
+    if name not in ("attention", "mlp", LATENT)
 }
 LAYOUTS = ["t=2,p=2", "d=2,p=2", "d=2,t=2", "t=4"]
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3]]

@@ -50,6 +50,7 @@ from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block
+from ptdmpi.plan.layer.legality import refusals
 from ptdmpi.plan.layout.grid import CONTEXT, EXPERTS, LOSSES, PARAMETERS, SHARDS
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
@@ -79,7 +80,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.place = Place() if place is None else place
         self.device = torch.device(device)
-        _require_exact(config, axes)
+        _require_legal(config, axes)
         pipeline = axes["pipeline"]
         self.schedule = schedules.build(
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
@@ -335,9 +336,11 @@ class Engine:
         return dict(zip(names, sums, strict=True))
 
 
-def _require_exact(config: Config, axes: Axes) -> None:
-    """Raise SharedInputError if the run is `reproducible`, but its transport (the library that
-    sends messages) does not sum in ascending order of ranks."""
+def _require_legal(config: Config, axes: Axes) -> None:
+    """Raise SharedInputError if an operator of the model refuses the layout, or if the run is
+    `reproducible` and its transport does not sum in ascending order of ranks."""
+    for mistake in refusals(config.layout, config.model):
+        raise SharedInputError(mistake)
     if config.run.reproducible and not axes.exact:
         raise SharedInputError(
             "run.reproducible = true needs sums in ascending rank order, which "

@@ -33,7 +33,7 @@ from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.ends import Predict
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import operators
-from ptdmpi.plan.layer.latent.operators import SplitLatents
+from ptdmpi.plan.layer.latent.operators import ExpandOutputs, JoinLatents, SplitLatents
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
@@ -48,18 +48,32 @@ from tests.parallel import parallel
 
 MODELS = SHAPES | ADAPTED
 SCALED = [recipe for recipe in RECIPES if recipe.startswith("fp8")]
-# The models whose rows differ most; the others, and half types, are long.
-FEW = [
-    ("gpt", "fp32"),
-    ("qwen3", "fp32"),
-    ("llama", "bf16"),
-    ("llama", "fp8"),
-    ("llama", "fp8 delayed"),
-    ("experts", "fp32"),
-    ("ia3", "fp32"),
-]
+# `make test` runs these cases of the models whose rows differ most. It runs every new model in the
+# recipes of NEW.
+FEW = {
+    "gpt": ("fp32",),
+    "qwen3": ("fp32",),
+    "llama": ("bf16", "fp8", "fp8 delayed"),
+    "experts": ("fp32",),
+    "ia3": ("fp32",),
+}
+LATER = (
+    "norms of all heads",
+    "qwen2",
+    "gemma2",
+    "bert",
+    "dropout",
+    "attention dropout",
+    "shared experts",
+    "latent",
+    "lora",
+    "lora of experts",
+    "lora beside experts",
+)
+FEW |= dict.fromkeys(LATER, ())
+NEW = ("fp32", "bf16")
 CASES = [
-    pytest.param(name, recipe, marks=[] if (name, recipe) in FEW else pytest.mark.long)
+    pytest.param(name, recipe, marks=[] if recipe in FEW.get(name, NEW) else pytest.mark.long)
     for name in MODELS
     for recipe in ("fp32", "bf16", "bf16 widened", *SCALED)
     if name in SHAPES or recipe not in SCALED  # of which adapters are refused
@@ -134,8 +148,13 @@ BACKWARD = {
     MixExperts: Bar(0.5),
 }
 # A linear with adapters has a backward, and is no row of a layer without one.
+# 0.83: joined latents are counted with all copies, which are not in memory together
 # 0.81: of a narrow input and a wide output, the copies are not in memory together
-FORWARD = {Multiply: Bar(0.8, narrow=of_blocks), Attend: Bar(0.7, narrow=of_core)}
+FORWARD = {
+    Multiply: Bar(0.8, narrow=of_blocks),
+    Attend: Bar(0.7, narrow=of_core),
+    JoinLatents: Bar(0.83),
+}
 ADDING = {
     # 0: adapters are counted as if inputs were gathered and dropped from
     Multiply: Bar(0.0, narrow=of_linear),
@@ -145,6 +164,20 @@ ADDING = {
     MixExperts: Bar(0.4),
 }
 EXACT = Bar(1.0)
+# Rows with norms. Their account does not count on the gradient of the input to take the input's
+# place, so the planner predicts more than they need. The scales of norms are not counted in FLOPs.
+WITH_NORMS = (Normalize, SplitHeads, SplitLatents)
+# Rows that state no memory of a forward without a backward: it is less than that of the linear
+# layers next to them.
+NO_FORWARD = (
+    Normalize,
+    SplitHeads,
+    AddResidual,
+    Activate,
+    MixExperts,
+    SplitLatents,
+    ExpandOutputs,
+)
 
 # What this host composes of several kernels, in numbers that it moves for each element in float32.
 COMPOSED = {
@@ -236,8 +269,10 @@ def wrong_memory(row: Operator, sizes: Sizes, work: RowWork) -> Iterator[str]:
         ("backward", BACKWARD.get(kind, EXACT), work.backward_bytes, row.backward_bytes(sizes)),
         ("adds", ADDING.get(kind, EXACT), work.adding_bytes, row.adding_bytes(sizes)),
     ]
-    if kind in FORWARD and not adapted:
-        checks.append(("forward", FORWARD[kind], work.forward_bytes, row.forward_bytes(sizes)))
+    if not isinstance(row, NO_FORWARD) and not adapted:
+        checks.append(
+            ("forward", FORWARD.get(kind, EXACT), work.forward_bytes, row.forward_bytes(sizes))
+        )
     for field, bar, real, said in checks:
         if text := outside(bar, row, sizes, real=real, said=said):
             yield f"{field} {text}"
@@ -253,8 +288,12 @@ def wrong_memory(row: Operator, sizes: Sizes, work: RowWork) -> Iterator[str]:
                 yield f"exceeds by {row.excess_bytes(sizes)} bytes"
         if row.replaced_bytes(sizes) != size * (keeps and len(row.inputs) == 1):
             yield f"replaces {row.replaced_bytes(sizes)} bytes, not {size * keeps}"
-    elif row.replaced_bytes(sizes) not in (0, work.input_bytes * work.keeps_input):
-        yield f"replaces {row.replaced_bytes(sizes)} bytes, not {work.input_bytes} or 0"
+    elif not isinstance(row, WITH_NORMS):
+        size = work.input_bytes * (work.keeps_input and len(row.inputs) == 1)
+        if row.replaced_bytes(sizes) != size:
+            yield f"replaces {row.replaced_bytes(sizes)} bytes, not {size}"
+    elif row.replaced_bytes(sizes):
+        yield f"replaces {row.replaced_bytes(sizes)} bytes"
 
 
 def width_of(row: Multiply | Activate | MixExperts, sizes: Sizes) -> int:
@@ -271,13 +310,16 @@ def wrong_multiplications(row: Operator, sizes: Sizes, work: RowWork) -> Iterato
     """Yield a row's multiplications if they are not those that its kernels computed.
 
     Over scores outside of a sliding window the kernels compute, and the account is a mean over the
-    layers. They also multiply the zeros that fill the values of latent attention up. The products
-    of elementwise kernels, such as those of a convolution, are not counted here.
+    layers. They also multiply the zeros that fill the values of latent attention up. Elementwise
+    kernels also multiply numbers that are no parameters, so their products are an upper bound.
     """
     kernels = [*row.forward(sizes)]
-    if kernels and all(isinstance(kernel, Elementwise | MemoryPass) for kernel in kernels):
-        return
     said = row.multiplications(sizes.model) * sizes.tokens
+    if kernels and all(isinstance(kernel, Elementwise | MemoryPass) for kernel in kernels):
+        scaled = work.works[0].scaled
+        if said > scaled or (not said and row.parts() and not isinstance(row, WITH_NORMS)):
+            yield f"multiplies {scaled} times at most, and at least once, not {said}"
+        return
     if isinstance(row, Attend):
         queries, values = sizes.model.attention_width, sizes.model.values_width
         said *= sizes.model.seq_length / sizes.model.mean_keys * 2 * queries / (queries + values)

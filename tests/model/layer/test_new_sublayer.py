@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -97,8 +98,9 @@ class Convolve(Operator):
 
 def convolution(build: describe.LayerBuild, kind: type[Convolve] = Convolve) -> describe.Sublayer:
     model = build.model
-    up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
-    down = Linear(WIDTH, (model.hidden,), False, build.residual_std, "rows")
+    columns = partial(Linear, bias=False, init_std=model.matrix_std, split="columns")
+    rows = partial(Linear, bias=False, init_std=build.residual_std, split="rows")
+    up, down = columns(model.hidden, (WIDTH, WIDTH)), rows(WIDTH, (model.hidden,))
     return build.sublayer(
         "convolution",
         4,

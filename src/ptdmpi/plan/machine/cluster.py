@@ -347,7 +347,8 @@ def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
         key, equals, value = part.partition("=")
         if not equals:
             raise InputError(f'model {text}: "{part}" is not a size; write l=96,h=12288,a=96')
-        keys[SHORT_KEYS.get(key, key)] = _value(value)
+        # a "+" separates the names of sublayers, because a comma separates keys
+        keys[SHORT_KEYS.get(key, key)] = value.split("+") if key == "sublayers" else _value(value)
     return name, keys
 
 

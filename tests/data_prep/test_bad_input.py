@@ -405,7 +405,7 @@ def test_a_folder_is_read_whole_or_not_at_all(good, monkeypatch, capsys, command
     words = [command, good, "--output", good.parent / "o"]
     words += ["--tokenizer", "bytes"] if command == "tokenize" else ["--vocab-size", 300]
     # the endings of these three are not read, so the files do not matter
-    (good / "b.md").symlink_to("/nonexistent")
+    (good / "b.md").symlink_to("nothing")
     os.mkfifo(good / "pipe")
     (good / "zero").symlink_to("/dev/zero")
     (good / "z.jsonl").symlink_to("/dev/zero")
@@ -415,7 +415,7 @@ def test_a_folder_is_read_whole_or_not_at_all(good, monkeypatch, capsys, command
     (good / "sub" / "x.parquet").symlink_to("loop.parquet")
     error = fail(monkeypatch, capsys, *words)
     assert "y.txt: is a pipe or a device (3 unusable files in" in error
-    (good / "b.txt.gz").symlink_to("/nonexistent")
+    (good / "b.txt.gz").symlink_to("nothing")
     error = fail(monkeypatch, capsys, *words)
     assert "b.txt.gz: is a link to a missing file (4 unusable files in" in error
     (good / "linked").symlink_to(good / "sub")

@@ -84,8 +84,10 @@ class MegatronCorpus:
         return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield those blocks of the groups in `work` that are not in finished shards. Raise
-        InputError for a damaged dataset and for an id outside the vocabulary."""
+        """Yield the encoded blocks of each group in `work`. A block has the tokens of some complete
+        documents, or a piece of a long document. Blocks that an earlier run has already written to
+        finished shards are left out. Raise InputError for a damaged dataset and for an id outside
+        the vocabulary."""
         for group in work.groups:
             first = work.first_block(group)
             start = 0  # index of the block's first token among the tokens of all documents

@@ -69,11 +69,12 @@ class MappedSource:
     open_sizes: bool = False
 
     def machine(self, row: Mapping[str, str]) -> Cluster:
-        """Return the cluster on which the run in a row was measured. Gradients have 4 bytes if the
-        row's group contains "bf16", because the program of the run adds gradients in float32.
-        Stages are balanced with regard to the embedding if the group contains "embedding", or if
-        the layers cannot be divided evenly. The software overlaps tensor-parallel messages with
-        computation if the column `overlap_tensor` is "yes"."""
+        """Return the cluster on which the run in a row was measured. If the text in the column
+        `group` contains "bf16", each element of a gradient has 4 bytes, because the program that
+        was measured adds gradients in float32. Stages are balanced with regard to the embedding if
+        this text contains "embedding", or if the layers cannot be divided evenly. The software
+        overlaps tensor-parallel messages with computation if the column `overlap_tensor` is
+        "yes"."""
         cluster = load_cluster(self.cluster)
         software = dict(self.software)
         if "bf16" in row["group"]:

@@ -231,8 +231,10 @@ class MethodAxis(DataAxis):
         )
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """Return the seconds of the method's messages after the last backward, or after the update,
-        for a rank with `elements` trained parameters."""
+        """Return the predicted seconds of the messages that a step sends over the data axis after
+        its last backward, for a rank with `elements` trained parameters. Some methods send these
+        messages before the update, and others after it. In both cases, `gradients_s` has their
+        time, and `weights_s` is 0."""
         if layout.data == 1 or self.section.method == "all_reduce":
             return super().behind(layout, elements)
         group = self.replicas(layout)

@@ -197,7 +197,7 @@ class _Pass:
         self.runnable = list(range(len(self.orders)))
 
     def end_s(self, kind: str) -> float:
-        """Return the time, in seconds, at which the last rank has run all its ops. Raises
+        """Return the time, in seconds, at which all ranks have run all their ops. Raises
         DeadlockError if ranks wait for each other in a circle; the message of the error names the
         schedule's `kind`."""
         while self.runnable:

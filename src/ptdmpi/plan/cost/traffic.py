@@ -115,9 +115,10 @@ class StepTraffic:
         communicator.
 
         `rank`, `shard` and `data` are the coordinates of the rank on the pipeline axis, in its
-        shard group (ranks that divide one copy of the state) and on the data axis. Over the tensor
-        axis, all elements of the partial gradients are counted, although a rank whose gradients are
-        sharded sums only its own shard.
+        shard group (ranks that divide one copy of the state) and on the data axis. For some
+        parameters, each tensor rank computes only a summand of the gradient, and the tensor ranks
+        sum these. All elements of these gradients are counted, also if gradients are sharded and a
+        rank sums only its own shard.
         """
         norms = self.method.norms(step)
         tallies = {

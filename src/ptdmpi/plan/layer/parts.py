@@ -159,11 +159,12 @@ class LowRankPair:
     the rows of the weight that compute one of them. A is [rank, inputs], and B is [outputs, rank]
     (Hu et al. 2021, arXiv 2106.09685, equation 3).
 
-    `split` is the split of the linear layer. "columns" divides the rows of B into at most `most`
-    slices, and each tensor-parallel rank computes a summand of the gradient of A. "rows" divides
-    the columns of A, and each rank computes a summand of the gradient of B. `dropout` is the
-    dropout rate of the adapter's input. `number` is different for each adapter of a layer. `output`
-    is the index of the linear layer's output to which the adapter's output is added.
+    `split` says how the tensor axis divides the linear layer (see `Linear`). "columns" divides the
+    rows of B into at most `most` slices, and each tensor-parallel rank computes a summand of the
+    gradient of A. "rows" divides the columns of A, and each rank computes a summand of the gradient
+    of B. `dropout` is the dropout rate of the adapter's input. `number` is different for each
+    adapter of a layer. `output` is the index of the linear layer's output to which the adapter's
+    output is added.
     """
 
     inputs: int

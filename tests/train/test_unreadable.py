@@ -96,3 +96,17 @@ def numbers(run) -> list[tuple]:
     keys = ("step", "loss", "validation_loss")
     found = [tuple(record.get(key) for key in keys) for record in records(run)]
     return [one for one in found if one[1:] != (None, None)]
+
+
+@parallel(ranks=[2])
+def test_a_validation_that_a_program_asks_for_raises_the_mistake(comm, tmp_path):
+    """Also after the last step, when no stop follows."""
+    tmp_path = comm.bcast(tmp_path)
+    changes = {**BASE, "run.steps": 2, "data.valid": str(tmp_path / "valid")}
+    with loop(comm, tmp_path, {**changes, "log.validate_every_steps": 5}) as made:
+        made.run()
+        made.validation.values = {}
+        if comm.rank == 1:
+            made.feed.source.validation = Broken(made.feed.source.validation, 1)
+        with pytest.raises(SharedInputError, match="shard 7 is gone"):
+            made.validation.measured(2)

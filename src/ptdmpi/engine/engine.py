@@ -164,9 +164,8 @@ class Engine:
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
             greatest = self.scales.sent()
-            # The host waits for the device here, because loss and norm decide whether the step is
-            # skipped, and because the update must not use the incomplete result of an aborted
-            # message. Most runs wait only here; experts, for example, need further waits.
+            # the host waits for the device, because loss and norm decide whether the step is
+            # skipped, and because an aborted message leaves an incomplete result
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())

@@ -252,8 +252,10 @@ class Attempt:
             yield
             if self.why:
                 why, event = self.why, self.event
+            self._warn_of_lost_lines()
         except SystemExit as stop:
             why, event = self.why or f"exit code {stop.code}", self.event if self.why else "failed"
+            self._warn_of_lost_lines()
             raise
         except GeneratorExit:  # a user's program has left its loop over the steps
             self.why = why = "left before its last step"
@@ -268,6 +270,11 @@ class Attempt:
             self._keep(lambda history: history.end(steps_done(), why))
             if self.directory is not None and event:
                 self.directory.tell(event, "" if why == event else why)
+
+    def _warn_of_lost_lines(self) -> None:
+        # after a loss of ranks there is no warning, because the next attempt writes the lines
+        if self.directory is not None:
+            self.directory.warn_of_lost_lines()
 
     def _keep(self, work: Callable[[History], None]) -> None:
         """Call the function `work`, which writes to the history. If the disk fails, print a warning

@@ -2,7 +2,7 @@
 dependencies."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from ptdmpi.train.tasks.measured import Tasks
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.profile import Profile
-from ptdmpi.watch.requests import Asked, StopRequest
+from ptdmpi.watch.requests import Asked, StopRequest, Vote
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Parts:
     saving: Saving
     validation: Validation
     journal: Journal
-    vote: Callable[..., Asked]
+    vote: Vote
 
 
 def assemble(

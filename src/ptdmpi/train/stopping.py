@@ -2,7 +2,6 @@
 
 from typing import NoReturn
 
-from ptdmpi.base.outside import explained
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, SharedInputError
 from ptdmpi.engine.corruption import CorruptState
@@ -37,7 +36,7 @@ class Stopping:
         if asked.stop:
             self.lookout.stops()
             self.attempt.why = f"stopped: {asked.stop}"
-            code = STOPPED_EXIT_CODE if asked.failed is None else 2
+            code = STOPPED_EXIT_CODE if not asked.mistake else 2
             self.journal.say(f"{asked.stop}: saving after step {step}, then exit code {code}")
 
     def stop_if_asked(self, asked: Asked, step: int) -> None:
@@ -46,8 +45,10 @@ class Stopping:
         is the last step that was trained."""
         if not asked.stop:
             return
-        if asked.failed is not None:
-            self._unreadable(asked.failed, step)
+        if asked.mistake:
+            self.lookout.stops()
+            self.attempt.why = ""  # the error is the reason
+            raise SharedInputError(f"{asked.mistake}; the state after step {step} is saved")
         self.lookout.obeyed("STOP")
         self.lookout.stops()
         reason = ""
@@ -60,18 +61,6 @@ class Stopping:
         self.journal.say(f"{reason}stopped on request after step {step}; {then}")
         self.lookout.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
-
-    def _unreadable(self, rank: int, step: int) -> NoReturn:
-        """Raise SharedInputError on every rank, with the mistake of rank `rank`. The run has saved
-        the state after `step`."""
-        mistake = self.lookout.requests.mistake
-        text = ""
-        if mistake is not None:
-            text, _ = explained(mistake) or (str(mistake), 2)
-        self.lookout.stops()
-        self.attempt.why = ""  # the error is the reason
-        text = self.lookout.axes.world.broadcast_object(text, rank)
-        raise SharedInputError(f"{text}; the state after step {step} is saved")
 
     def corrupt(self, error: CorruptState) -> NoReturn:
         """Print which tensors are corrupt, and raise SystemExit on every rank, without saving a

@@ -2,18 +2,18 @@
 validation."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptdmpi.config import Config, InputError
+from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.output.losses import COUNT, MARGIN, RIGHT, TASK, SummedLoss, recorded, summed
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.standing import Standing
 from ptdmpi.train.tasks.measured import Tasks
-from ptdmpi.watch.requests import Asked, Save
+from ptdmpi.watch.requests import Asked, Save, Vote
 
 
 class Validation:
@@ -30,7 +30,7 @@ class Validation:
         engine: Engine,
         tasks: Tasks,
         *,
-        vote: Callable[..., Asked],
+        vote: Vote,
         standing: Standing,
         hooks: Hooks,
     ) -> None:
@@ -82,13 +82,16 @@ class Validation:
     def measured(self, step: int) -> dict[str, Any]:
         """Return the values of the validation after `step`. If this validation has not been done
         yet, do it now. Return {} if a stop interrupts the validation, or if the run has no
-        validation data.
+        validation data. Raise SharedInputError, on every rank, if a rank cannot read its data.
         """
         last = self.standing.last
         if self.feed.valid and (last is None or last.step < step or not self.values):
             with self.engine.replicas.averaged():
-                if self._validate(step).stop:
-                    return {}
+                asked = self._validate(step)
+            if asked.mistake:
+                raise SharedInputError(asked.mistake)
+            if asked.stop:
+                return {}
         return self.values
 
     def after_step(self, step: int) -> Asked:

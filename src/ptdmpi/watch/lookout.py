@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.outside import explained
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config
 from ptdmpi.watch.heartbeat import Heartbeat, Judge
@@ -106,14 +107,17 @@ class Lookout:
 
         `memory_bytes` is the peak memory of this rank. The result contains the greatest peak memory
         of all ranks. `mistake` is the error with which this rank has failed to read its data; the
-        run then saves and ends on all ranks. A vote needs only one small collective.
+        run then saves and ends on all ranks. Without such an error, a vote needs only one small
+        collective.
         """
         world = self.axes.world
         self.requests.mistake = self.requests.mistake or mistake
         ballot = self.requests.mine(world.rank)
         stop, save, memory = world.greatest((ballot.stop, ballot.save, memory_bytes))
-        reason, failed = self.requests.reason(stop), self.requests.failed(stop)
-        return Asked(reason, Save(save), memory, failed)
+        text, failed = "", self.requests.failed(stop)
+        if failed is not None:
+            text = world.broadcast_object(_text_of(self.requests.mistake), failed)
+        return Asked(self.requests.reason(stop), Save(save), memory, text)
 
     def obeyed(self, name: str) -> None:
         """On rank 0, remove the file `name` ("STOP" or "SAVE") after the request was carried
@@ -139,3 +143,11 @@ class Lookout:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+def _text_of(mistake: Exception | None) -> str:
+    """Return the message of an error in one line; "" if there is no error."""
+    if mistake is None:
+        return ""
+    explanation = explained(mistake)
+    return (explanation and explanation[0]) or str(mistake) or type(mistake).__name__

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from ptdmpi.base import early
 from ptdmpi.base.say import put, send_nowhere
@@ -149,12 +149,19 @@ class Ballot(NamedTuple):
 class Asked:
     """The result of a vote. `stop` is the reason to stop; it is empty if the run continues.
     `peak_memory_bytes` is the greatest peak memory of all ranks. If the reason is that a rank
-    cannot read its data, `failed` is the number of this rank; otherwise it is None."""
+    cannot read its data, `mistake` is the message of this rank's error; otherwise it is empty."""
 
     stop: str
     save: Save
     peak_memory_bytes: int
-    failed: int | None = None
+    mistake: str = ""
+
+
+class Vote(Protocol):
+    """A vote of all ranks, as a function of the error with which this rank has failed to read its
+    data."""
+
+    def __call__(self, mistake: Exception | None = None) -> Asked: ...
 
 
 class _Files(NamedTuple):

@@ -24,7 +24,7 @@ def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
     expected = "".join(f'{{"step": {step}}}\n' for step in steps)
     assert (tmp_path / "run/metrics.jsonl").read_text() == expected
     assert capsys.readouterr().err.count("No space left on device; its lines wait") == 1
-    directory.close()
+    directory.warn_of_lost_lines()
     assert not capsys.readouterr().err
 
 
@@ -33,7 +33,7 @@ def test_lines_that_were_never_written_are_counted_at_the_end(tmp_path, monkeypa
     monkeypatch.setattr(files, "append_lines", _no_space)
     directory.record(step=1)
     directory.record(step=2)
-    directory.close()
+    directory.warn_of_lost_lines()
     assert "metrics.jsonl lacks the last 2 lines, which could not" in capsys.readouterr().err
 
 

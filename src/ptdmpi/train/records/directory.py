@@ -180,16 +180,19 @@ class RunDirectory:
 
     def close(self) -> None:
         """Close the sinks (the tools that receive the records), and deliver all messages. Later
-        records are written only to `metrics.jsonl`. Print a warning for each file that still lacks
-        lines, because nobody will write them."""
-        for path, lines in self._waiting.items():
-            missing = counted(len(lines.splitlines()), "line")
-            text = f"ptdmpi: warning: {path} lacks the last {missing}, which could not be written"
-            print(text, file=sys.stderr, flush=True)
+        records are written only to `metrics.jsonl`."""
         if self._sinks is not None:
             self._sinks.close()
         if self._messages is not None:
             self._messages.close()
+
+    def warn_of_lost_lines(self) -> None:
+        """Print a warning for each file that still lacks lines, because the attempt ends and nobody
+        will write them."""
+        for path, lines in self._waiting.items():
+            missing = counted(len(lines.splitlines()), "line")
+            text = f"ptdmpi: warning: {path} lacks the last {missing}, which could not be written"
+            print(text, file=sys.stderr, flush=True)
 
     def say(self, line: str, shown: bool = True) -> None:
         """Append a line to `log.txt`. If `shown` is True, also print it."""

@@ -57,4 +57,4 @@ def save(
     ]
     progress = Progress(step, 8 * step, updates=step, seed=1234)
     write_manifest(temporary, progress, {}, written=written)
-    return files.publish(temporary, ())
+    return files.publish(temporary)

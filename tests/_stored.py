@@ -44,7 +44,7 @@ def stored(
     written = write(temporary / "rank-00000.safetensors", parts)
     progress = Progress(step=7, samples=7, updates=7, loss_scale=1.0, good_steps=0, seed=0)
     write_manifest(temporary, progress, {}, written=[written])
-    files.publish(temporary, ())
+    files.publish(temporary)
     lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
     (folder / "config.toml").write_text("\n".join(["[model]", *lines, ""]))
     return folder

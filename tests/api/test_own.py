@@ -205,6 +205,10 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
     ("changes", "text"),
     [
         ({"run.loss": "nowhere"}, "run.loss: nowhere: no installed package .*none is installed"),
+        (
+            {"run.loss": "os:sep"},
+            "run.loss: os:sep is of the type str; legal: a function or a class",
+        ),
         ({"run.loss": "no_module:loss"}, "run.loss: no_module:loss cannot be imported: No module"),
         ({"run.loss": "__main__:nothing"}, "belongs to a program, and only this program"),
         ({"optimizer.kind": "own"}, 'optimizer.kind = "own" needs optimizer.own'),

@@ -42,6 +42,18 @@ def test_retention(tmp_path, keep, keep_every, left):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_checkpoints_that_are_kept_in_any_case_are_not_read(tmp_path, monkeypatch):
+    for step in range(1, 9):
+        save(tmp_path, step)
+    read = []
+    sound = files.is_sound
+    monkeypatch.setattr(files, "is_sound", lambda path: read.append(path) or sound(path))
+    spared = [tmp_path / "step-00000005"]
+    gone = list(files.superfluous(tmp_path, 1, 2, spared=spared))
+    assert [files.step_of(path) for path in gone] == [7, 3, 1]
+    assert [files.step_of(path) for path in read] == [8, 7, 3, 1]
+
+
 def test_damaged_checkpoints_are_neither_counted_nor_removed(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)

@@ -66,7 +66,11 @@ def test_train_from_a_converted_model(comm, tmp_path):
     comm.Barrier()
     for wrong, message in (
         ({"checkpoint.resume": str(ours / "checkpoints/latest")}, r"no optimizer state: a run"),
-        ({"model.hidden": 64}, r"embedding.word.weight has shape \[64, 32\], this"),
+        ({"model.hidden": 64}, r"trained with model.hidden = 32, this run has 64; legal: the prev"),
+        (
+            {"model.ffn_hidden": 64},
+            r"weight has shape .*, this model needs .*; changed since: .*ffn_hidden \d+ -> 64",
+        ),
         (
             {"model.vocab_size": VOCAB_SIZE - 1},
             r"model.vocab_size = 52, but .* needs 53; legal: 53",

@@ -192,7 +192,7 @@ def test_the_text_of_a_preview_names_what_can_be_done(corpus):
         ("data.valid", "nowhere", "nowhere"),
         ("model.heads", 5, "model.heads = 5"),
         ("run.dir", "text.jsonl/run", "not a directory that can be written to"),
-        ("checkpoint.resume", "nowhere", "nowhere"),
+        ("checkpoint.resume", "nowhere", "checkpoint.resume = nowhere: "),
         ("log.tasks", ["nowhere.jsonl"], "log.tasks: nowhere.jsonl: No such file"),
     ],
 )

@@ -221,7 +221,11 @@ def test_pytorch_s_kernels_or_those_of_a_file(comm, tmp_path):
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         with mock.patch.object(host, "has_fused", lambda: True):
             assert measured_choice(dtype, BY_PYTORCH) == BY_LIBRARY
-    for name, text in (("none", None), ("odd", "[kernels]\nattention = 1")):
+    for name, text in (
+        ("none", None),
+        ("odd", "[kernels]\nattention = 1"),
+        ("other", "[attention]\n"),
+    ):
         if text is not None:
             (tmp_path / f"{name}.toml").write_text(text)
         odd = ONE_STEP | {

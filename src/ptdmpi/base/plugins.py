@@ -21,7 +21,7 @@ def plugin(group: str, name: str) -> Any:
     """Import and return the object called `name`, for example "my_package.losses:smoothed".
 
     `group` is the kind of object: "losses", "datasets", "optimizers" or "sublayers". Raises
-    InputError if there is no object with this name, or if its import fails.
+    InputError if there is no function or class with this name, or if its import fails.
     """
     if IMPORTED.fullmatch(name):
         return _imported(name)
@@ -48,7 +48,8 @@ def _registered(group: str) -> dict[str, str]:
 
 
 def _imported(name: str) -> Any:
-    """Import the object with the name "module:object". Raise InputError if the import fails."""
+    """Import the object with the name "module:object". Raise InputError if the import fails, or if
+    the object is neither a function nor a class."""
     module, _, path = name.partition(":")
     try:
         value: Any = importlib.import_module(module)
@@ -59,6 +60,9 @@ def _imported(name: str) -> Any:
         if module == "__main__":
             hint = "; it belongs to a program, and only this program can continue the run"
         raise InputError(f"{name} cannot be imported: {error}{hint}") from None
+    if not callable(value):
+        kind = type(value).__name__
+        raise InputError(f"{name} is of the type {kind}; legal: a function or a class")
     return value
 
 

@@ -128,27 +128,42 @@ def require_space(directory: Path, needed_bytes: int) -> None:
         )
 
 
-def publish(temporary: Path, damaged: Collection[str]) -> Path:
-    """Give a completely written checkpoint its final name, write this name to the file `latest`,
-    and return the path of the checkpoint.
+def publish(temporary: Path, damaged: Collection[str] = ()) -> Path:
+    """Give a completely written checkpoint its final name (see `give_name`), write this name to the
+    file `latest`, and return the path of the checkpoint."""
+    final = give_name(temporary, damaged)
+    point(final)
+    return final
 
-    An older checkpoint with the same name is removed after the rename. If the name of the older
-    checkpoint is in `damaged`, that checkpoint is kept under another name instead.
+
+def give_name(temporary: Path, damaged: Collection[str]) -> Path:
+    """Give a completely written checkpoint its final name, and return its path.
+
+    An older checkpoint with the same name is renamed. `point` removes it, unless its name is in
+    `damaged`.
     """
     final = temporary.with_suffix("")
-    replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
-        final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
+        final.rename(_free_name(final, "damaged") if final.name in damaged else _replaced(final))
     # the rename is atomic (POSIX): the checkpoint does not exist before the rename, and is complete
     # after it
     temporary.rename(final)
     # a rename survives a power failure only if the directory that contains the name is synced to
     # the disk
     sync(final.parent)
-    write_whole(final.with_name(LATEST), final.name + "\n")
-    if os.path.lexists(replaced):
-        discard(replaced)
     return final
+
+
+def point(final: Path) -> None:
+    """Write the name of a checkpoint to the file `latest`. Then remove the older checkpoint that
+    `give_name` has replaced by it."""
+    write_whole(final.with_name(LATEST), final.name + "\n")
+    if os.path.lexists(_replaced(final)):
+        discard(_replaced(final))
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(final.name + ".replaced")
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
@@ -225,11 +240,14 @@ def superfluous(
     for path in reversed(checkpoints_in(directory)):
         if not keep:
             return
+        regular = keep_every and step_of(path) % keep_every == 0
+        # do not read the manifest of a checkpoint that is kept in any case: there may be many
+        if kept >= keep and (regular or path in spared):
+            continue
         if path.name in damaged or not is_sound(path):
             continue
         kept += 1
-        regular = kept <= keep or (keep_every and step_of(path) % keep_every == 0)
-        if not regular and path not in spared:
+        if kept > keep and not regular and path not in spared:
             yield path
 
 

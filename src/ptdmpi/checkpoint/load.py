@@ -201,8 +201,9 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     unfit = _first(world, InputError, kind)
     kinds = partial(require_kinds, directory, manifest, wanted.kinds)
     unfit = unfit or _first(world, InputError, kinds)
-    unfit = unfit or _first(world, InputError, fit)
+    # `judge` names the changed key, and `fit` only the tensor, so `judge` comes first
     unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
+    unfit = unfit or _first(world, InputError, fit)
     if unfit:
         raise SharedInputError(unfit)
     damage = _first(world, Damaged, lambda: _read(reader, state, wanted.pieces))

@@ -148,7 +148,13 @@ class Resumption:
 
         model = self.course.config.model
         head = parameters.task_head(model)
-        loaded = load_tensors(self.state, self.world, directory, judge=judge, head=head)
+        try:
+            loaded = load_tensors(self.state, self.world, directory, judge=judge, head=head)
+        except SharedInputError as error:
+            changed = ", ".join(self.course.answer.changed)
+            if not changed:
+                raise
+            raise SharedInputError(f"{error}; changed since: {changed}") from None
         if isinstance(loaded, str):
             raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
         adapts = model.adapt.adapts

@@ -52,13 +52,22 @@ class Retention:
                 best.point(self.directory, self.damaged)
         return temporary
 
-    def publish(self, temporary: Path) -> None:
+    def publish(self, temporary: Path) -> str | None:
         """Give a completely written checkpoint its name, and update the file `latest`. If
-        `checkpoint.keep_best` is set, also update the file `best`. Raise OSError if the file system
-        fails."""
-        files.publish(temporary, self.damaged)
-        if self.config.keep_best:
-            best.point(self.directory, self.damaged)
+        `checkpoint.keep_best` is set, also update the file `best`. Return None, or a warning if
+        the checkpoint has its name, but one of these files could not be written. Raise OSError if
+        the checkpoint could not be renamed."""
+        final = files.give_name(temporary, self.damaged)
+        try:
+            files.point(final)
+            if self.config.keep_best:
+                best.point(self.directory, self.damaged)
+        except OSError as error:
+            return (
+                f"{final} is complete, but the files latest and best may name older checkpoints: "
+                f"{error}"
+            )
+        return None
 
     def remove_old(self) -> str | None:
         """Remove the checkpoints that need not be kept. Return None, or the reason why a checkpoint

@@ -58,8 +58,8 @@ class SaveFailed(SharedInputError):
 class Saved:
     """A checkpoint that is complete on the disk. `stall_s` is the number of seconds for which
     training waited for the save. `write_s` is the number of seconds from the first written byte
-    until the file `latest` named the checkpoint. `warning` is the reason why older checkpoints
-    could not be removed, or None."""
+    until the file `latest` named the checkpoint. `warning` says that `latest` could not be
+    written, or that older checkpoints could not be removed; it is None otherwise."""
 
     path: Path
     step: int
@@ -292,14 +292,15 @@ class Checkpoints:
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
         """Write the manifest, give the checkpoint its name, and remove older checkpoints. Only rank
-        0 calls this method. Return two values: the seconds since the first byte was written, and
-        the reason why older checkpoints could not be removed (None if they were removed)."""
+        0 calls this method. Return two values: the seconds since the first byte was written, and a
+        warning, or None if there is nothing to warn of."""
         model = self.course.config.model.model_dump()
         lineage = self._lineage(flight.validation_loss, flight.said)
         write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)
-        self.retention.publish(flight.temporary)
+        warnings = [self.retention.publish(flight.temporary)]
         write_s = time.perf_counter() - flight.since
-        return write_s, self.retention.remove_old()
+        warnings.append(self.retention.remove_old())
+        return write_s, "; ".join(filter(None, warnings)) or None
 
     def _published(self, flight: _Flight, wait: bool) -> tuple[float, str | None] | None:
         done: tuple[float, str | None] | None = None

@@ -207,7 +207,7 @@ def write_checkpoint(
         written = write(temporary / "rank-00000.safetensors", shown)
     fresh = Progress(step=0, samples=0, seed=0)
     write_manifest(temporary, fresh, model, written=[written], lineage=lineage)
-    files.publish(temporary, ())
+    files.publish(temporary)
     return written.bytes
 
 

@@ -22,9 +22,10 @@ from ptdmpi.plan.layout.topology import file_sha256
 FREE_TO_CHANGE = {
     key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
 }
-# keys of [model] that change the function of a model, but may leave the shapes of its tensors
-# unchanged
-HEADS = ("heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
+# Keys of [model] that change the function of a model, but may leave the shapes of its tensors
+# unchanged. `hidden` is first, because another hidden size also changes the default of `head_size`,
+# and an error must name the key that the user has changed.
+HEADS = ("hidden", "heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
 # Keys of [model] that may differ between the model with adapters and its base model. These are the
 # keys that may change between two starts, and three more: the sequence length; `kind`, which only
 # sets the defaults of other keys; and `vocab_size`, because the shapes of the tensors would reveal

@@ -35,7 +35,10 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     named = own if wanted == "auto" else Path(wanted)
     if wanted != "auto" and files.went_on_from(own, files.named(named)):
         named = own
-    path = newest(named)
+    try:
+        path = newest(named)
+    except InputError as error:
+        raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
     manifest = sound_manifest(path)
     require_kinds(path, manifest, (*config.optimizer.moments, *config.data_parallel.kinds))
     course.judge("resume", path, manifest.said)

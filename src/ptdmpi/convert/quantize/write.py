@@ -302,7 +302,7 @@ def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description
     lineage[QUANTIZATION] = dict(description)
     model = manifest.said["model"]
     write_manifest(temporary, manifest.progress, model, written=[written], lineage=lineage)
-    files.publish(temporary, ())
+    files.publish(temporary)
 
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:

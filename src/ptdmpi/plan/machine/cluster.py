@@ -300,8 +300,14 @@ def load_cluster(name: str) -> Cluster:
 def load_kernels(path: str) -> KernelWays:
     """Return the fastest kernels from the section [kernels] of a file. The file is a cluster file
     that `ptdmpi probe` has written, or a file that a run with `run.kernels = "auto"` has written.
-    Raises InputError if the file cannot be read, or the section is not valid."""
-    return _validated(KernelWays, _read(Path(path)).get("kernels", {}), f"kernels {path}")
+    Raises InputError if the file cannot be read, or the section is missing or not valid."""
+    tree = _read(Path(path))
+    if "kernels" not in tree:
+        raise InputError(
+            f"{path} has no section [kernels]; legal: a file that `ptdmpi probe` has written, or a "
+            'run with run.kernels = "auto"'
+        )
+    return _validated(KernelWays, tree["kernels"], f"kernels {path}")
 
 
 def unknown_cluster(name: str) -> str:

@@ -57,11 +57,11 @@ def test_a_length_without_equal_chunks_is_an_error(length):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_documents", [False, True])
-@pytest.mark.parametrize("length", [48, 1200])
-def test_attention_at_some_positions(kind, in_documents, length, monkeypatch):
+@pytest.mark.parametrize(("length", "whole_run"), [(48, 768), (1200, 768), (1200, 200)])
+def test_attention_at_some_positions(kind, in_documents, length, whole_run, monkeypatch):
     """Queries of three dummy ranks, with all keys: rows of the whole, and their gradients."""
-    # a rank's run of length / 6 queries has two blocks of gradients of the keys before it
-    monkeypatch.setattr(blocks, "EARLIER_BLOCK", length // 8)
+    # a rank's runs have length / 6 queries
+    monkeypatch.setattr(blocks, "WHOLE_RUN", whole_run)
     generator = torch.Generator().manual_seed(1)
     shape = (2, 2, length, 8)
     q, k, v, dout = torch.randn(4, *shape, generator=generator, dtype=torch.float64)

@@ -220,6 +220,7 @@ def test_what_is_written_is_read():
             library_forward=True, fpmath=True
         ),
         "products:256:fpmath": AttentionByProducts(256, fpmath=True),
+        "products:128:kept:whole_from=1024": AttentionByProducts(keeps=True, whole_from=1024),
     }.items():
         assert written(HostChoice(attention))["attention"] == [text]
         assert read({"attention": [text]}) == {"attention": attention}

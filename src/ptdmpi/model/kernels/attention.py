@@ -30,7 +30,7 @@ from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import USUAL, Kernels, host
 from ptdmpi.model.kernels.blocks import BlockedAttention, BlockedWork, Scores, Sight
 from ptdmpi.model.kernels.by_products import ProductAttention, ProductWork, by_key_head
-from ptdmpi.model.kernels.choice import QUERY_BLOCK, AttentionByLibrary, AttentionByProducts
+from ptdmpi.model.kernels.choice import LONG_BLOCK, QUERY_BLOCK, AttentionByProducts
 from ptdmpi.model.kernels.norm import soft_cap
 from ptdmpi.model.latent.filled import FilledAttention, FilledWork, cut, filled, flash_takes
 from ptdmpi.model.sequence.positions import ALL, Positions
@@ -161,13 +161,15 @@ class ProductKernel:
         if not self.scores.causal or not _is_long_on_cpu(given):
             return None
         chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
-        if isinstance(chosen, AttentionByProducts):
-            return chosen
-        return None
+        if not isinstance(chosen, AttentionByProducts):
+            return None
+        if given.k.shape[2] >= chosen.whole_from and not self.scores.window:
+            return None
+        return chosen
 
     def takes(self, given: Input) -> bool:
         """Return True for attention with soft caps. Also return True for long causal attention on a
-        CPU if matrix products are the chosen kernel for it."""
+        CPU if matrix products are the chosen kernel for its length."""
         return self.scores.softcap > 0 or self._chosen(given) is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -271,13 +273,17 @@ class BlockedKernel:
         q = given.q
         if not self.scores.causal or _is_grouped(given) or not _is_long_on_cpu(given):
             return False
-        chosen = self.kernels.chosen(q.device.type, q.dtype).attention
-        return not (isinstance(chosen, AttentionByLibrary) and q.shape[2] >= chosen.whole_from)
+        return q.shape[2] < self.kernels.chosen(q.device.type, q.dtype).attention.whole_from
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""
         wide = (self.kernels.widened(part) for part in given[:3])
-        work = BlockedWork(given.sight(self.scores), with_logsumexp)
+        whole_from = self.kernels.chosen(given.q.device.type, given.q.dtype).attention.whole_from
+        is_whole = given.documents is None and not self.scores.window
+        block = QUERY_BLOCK
+        if is_whole and given.k.shape[2] >= whole_from:
+            block = LONG_BLOCK
+        work = BlockedWork(given.sight(self.scores), with_logsumexp, block)
         out, sums = BlockedAttention.apply(*wide, work)
         return AttentionResult(out.to(given.q.dtype), sums)
 

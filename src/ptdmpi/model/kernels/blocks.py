@@ -5,6 +5,7 @@ steps of 512 keys."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels.choice import QUERY_BLOCK
 from ptdmpi.model.latent.filled import empty_outputs, filled
 from ptdmpi.model.sequence.positions import ALL, Positions
-from ptdmpi.plan.layer.chunks import EARLIER_BLOCK
+from ptdmpi.plan.layer.chunks import WHOLE_RUN
 
 # A part of a tensor [b, heads, positions, head size]: slices of sequences, heads and positions.
 Region = tuple[slice, slice, slice]
@@ -145,41 +146,57 @@ def _causal_blocks(
         yield (rows, every, queries), (rows, every, keys), band[first - last :, oldest - last :]
 
 
-def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield blocks of queries for the backward pass, with the same three values as `blocks`. A
-    block adds its contributions to the gradients of all keys that it sees. With many small blocks,
-    the gradients of the same keys would be read and written many times, so few large blocks are
-    faster.
+class GradientBlock(NamedTuple):
+    """A block of queries and the keys for which one call of PyTorch's kernel computes gradients. If
+    `is_square` is True, the queries and the keys have the same positions, and the kernel applies
+    the causal mask itself. Otherwise `mask` is added to the scores; None means that every query of
+    the block sees all these keys."""
+
+    queries: Region
+    keys: Region
+    mask: Tensor | None
+    is_square: bool = False
+
+
+def _gradient_blocks(q: Tensor, seen: Sight) -> Iterator[GradientBlock]:
+    """Divide the queries q [b, heads, queries, head size] into blocks for the backward pass, and
+    yield the blocks. A block adds its contributions to the gradients of all keys that it sees. With
+    many small blocks, the gradients of the same keys would be read and written many times, so few
+    large blocks are faster.
 
     If a run of consecutive queries does not start at the first position of its document, every
-    query of the run sees all keys of the document before the run. The blocks for these keys
-    therefore come first, without a mask, with up to `EARLIER_BLOCK` queries each. The blocks for
-    the keys of the run itself follow, with `QUERY_BLOCK` queries each.
+    query of the run sees all keys of the document before the run. One block without a mask has
+    these keys. The keys of the run itself are in one block if the run has at least `WHOLE_RUN`
+    positions, otherwise in blocks of `QUERY_BLOCK` queries.
     """
     scores = seen.scores
     if not scores.causal or scores.window:
-        yield from blocks(q, seen)
+        yield from starmap(GradientBlock, blocks(q, seen))
         return
     every, length = slice(None), q.shape[2] * seen.positions.parts
     for piece in _pieces(length, seen):
-        earlier = (piece.rows, every, slice(piece.begin, piece.first))
+        queries = (piece.rows, every, slice(piece.first + piece.shift, piece.last + piece.shift))
         if piece.first > piece.begin:
-            for first in range(piece.first, piece.last, EARLIER_BLOCK):
-                last = min(first + EARLIER_BLOCK, piece.last)
-                queries = slice(first + piece.shift, last + piece.shift)
-                yield (piece.rows, every, queries), earlier, None
+            yield GradientBlock(queries, (piece.rows, every, slice(piece.begin, piece.first)), None)
+        if piece.last - piece.first >= WHOLE_RUN:
+            own = (piece.rows, every, slice(piece.first, piece.last))
+            yield GradientBlock(queries, own, None, is_square=True)
+            continue
         band = _band(QUERY_BLOCK, length, 0, dtype=q.dtype, device=q.device)
-        yield from _causal_blocks(piece._replace(begin=piece.first), band, 0, QUERY_BLOCK)
+        own_blocks = _causal_blocks(piece._replace(begin=piece.first), band, 0, QUERY_BLOCK)
+        yield from starmap(GradientBlock, own_blocks)
 
 
-def by_library(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor, list[Tensor]]:
-    """Compute attention by PyTorch's CPU kernel, one block of queries after the other. Return
-    softmax(scores) v [b, heads, s, head size of the values], and one tensor for each block with the
-    log-sum-exp of its queries' scores, [sequences, heads, queries of the block]. If values are
-    smaller than keys, the kernel gets values that are filled up with zeros."""
+def by_library(
+    q: Tensor, k: Tensor, v: Tensor, seen: Sight, *, block: int = QUERY_BLOCK
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute attention by PyTorch's CPU kernel, one block of up to `block` queries after the
+    other. Return softmax(scores) v [b, heads, s, head size of the values], and one tensor for each
+    block with the log-sum-exp of its queries' scores, [sequences, heads, queries of the block]. If
+    values are smaller than keys, the kernel gets values that are filled up with zeros."""
     out, sums = empty_outputs(q, v), []
     values = filled(v, q.shape[3])
-    for queries, keys, mask in blocks(q, seen):
+    for queries, keys, mask in blocks(q, seen, block):
         here, sum_of_exponentials = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[queries], k[keys], values[keys], attn_mask=mask, scale=seen.scores.scale
         )
@@ -207,11 +224,12 @@ def joined(
 
 
 class BlockedWork(NamedTuple):
-    """The settings for attention in blocks: the rules for the keys that queries see, and whether
-    the log-sum-exp is requested."""
+    """The settings for attention in blocks: the rules for the keys that queries see, whether the
+    log-sum-exp is requested, and the number of queries in a block of the forward."""
 
     seen: Sight
     with_logsumexp: bool
+    block: int = QUERY_BLOCK
 
 
 class BlockedAttention(Function):
@@ -229,9 +247,9 @@ class BlockedAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: BlockedWork
     ) -> tuple[Tensor, Tensor | None]:
         seen = work.seen
-        out, sums = by_library(q, k, v, seen)
+        out, sums = by_library(q, k, v, seen, block=work.block)
         ctx.seen = seen
-        logsumexp = joined(sums, q, seen)
+        logsumexp = joined(sums, q, seen, work.block)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         if not work.with_logsumexp:
             return out, None
@@ -243,7 +261,7 @@ class BlockedAttention(Function):
         q, k, v, out, sums = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         values, size = filled(v, q.shape[3]), v.shape[3]
-        for queries, keys, mask in _gradient_blocks(q, ctx.seen):
+        for queries, keys, mask, is_square in _gradient_blocks(q, ctx.seen):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 filled(dout[queries], q.shape[3]),
                 q[queries],
@@ -252,7 +270,7 @@ class BlockedAttention(Function):
                 filled(out[queries], q.shape[3]),
                 sums[queries].contiguous(),
                 0.0,
-                False,
+                is_square,
                 attn_mask=mask,
                 scale=ctx.seen.scores.scale,
             )

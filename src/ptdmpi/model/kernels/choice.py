@@ -19,6 +19,10 @@ from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 # block gets only the keys up to its own end. For a sequence length of 512, the blocks together then
 # need five eighths of the operations of one call for the whole sequence.
 QUERY_BLOCK = 128
+# The number of queries in a block if a context rank computes a sequence that one rank would compute
+# in one call. With blocks of 256 queries, PyTorch's kernel gives the bits of one call in all types
+# (torch 2.13; a chunk must be a multiple of 256), and with blocks of 128 only in bfloat16.
+LONG_BLOCK = 256
 
 # measurements of kernels: kind of kernel -> entries in the form of presets/kernels.toml
 Entries = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -44,20 +48,24 @@ class AttentionByProducts:
     If `keeps` is True, the probabilities of a block are saved for the backward pass; otherwise the
     backward pass computes them again. If `library_forward` is True, PyTorch's kernel computes the
     forward pass. If `fpmath` is True, the scores of bfloat16 inputs are computed in oneDNN's fpmath
-    mode.
+    mode. Sequences of at least `whole_from` positions are computed by PyTorch's kernel instead,
+    unless the layer has a sliding window.
     """
 
     block: int = QUERY_BLOCK
     keeps: bool = False
     library_forward: bool = False
     fpmath: bool = False
+    whole_from: float = math.inf
 
     @property
     def blocks(self) -> dict[str, int]:
         """Return the fields of the planner's `Software` that this attention sets: the numbers of
         queries in a block of the forward pass, of the backward pass, and of the saved
-        probabilities. A number is 0 if there are no such blocks."""
+        probabilities, and `whole_from`. A number is 0 if there are no such blocks, or no such
+        length."""
         return {
+            "whole_from": 0 if self.whole_from == math.inf else int(self.whole_from),
             "forward_block": 0 if self.library_forward else self.block,
             "backward_block": self.block,
             "kept_block": self.block if self.keeps else 0,
@@ -127,13 +135,15 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
 
 
 def _attention(entry: Mapping[str, Any]) -> HostAttention:
+    whole_from = float(entry.get("whole_from", math.inf))
     if entry.get("way") != "products":
-        return AttentionByLibrary(float(entry.get("whole_from", math.inf)))
+        return AttentionByLibrary(whole_from)
     return AttentionByProducts(
-        entry.get("block", QUERY_BLOCK),
-        entry.get("keeps", False),
-        entry.get("library_forward", False),
-        entry.get("fpmath", False),
+        block=entry.get("block", QUERY_BLOCK),
+        keeps=entry.get("keeps", False),
+        library_forward=entry.get("library_forward", False),
+        fpmath=entry.get("fpmath", False),
+        whole_from=whole_from,
     )
 
 

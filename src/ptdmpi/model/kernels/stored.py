@@ -39,6 +39,8 @@ Stored = Mapping[str, Sequence[str]]
 
 # word after the block size in "products:SIZE:WORD" -> attribute of `AttentionByProducts`
 WORDS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmath"}
+# the last word in "products:SIZE:WORD:whole_from=LENGTH", without its number
+WHOLE_FROM = "whole_from="
 
 
 def written(choice: HostChoice) -> dict[str, list[str]]:
@@ -87,6 +89,8 @@ def _write_attention(attention: HostAttention) -> str:
             return "library"
         return f"library:{attention.whole_from:.0f}"
     words = [word for word, name in WORDS.items() if getattr(attention, name)]
+    if attention.whole_from != math.inf:
+        words.append(f"{WHOLE_FROM}{attention.whole_from:.0f}")
     if words or attention.block != QUERY_BLOCK:
         return ":".join(("products", str(attention.block), *words))
     return "products"
@@ -99,7 +103,10 @@ def _read_attention(parts: Sequence[str]) -> HostAttention | None:
     if name != "products":
         return None
     words = {attribute: word in rest for word, attribute in WORDS.items()}
-    chosen = AttentionByProducts(**words)
+    whole_from = math.inf
+    if rest and rest[-1].startswith(WHOLE_FROM):
+        whole_from = _size(rest[-1].removeprefix(WHOLE_FROM))
+    chosen = AttentionByProducts(**words, whole_from=whole_from)
     if rest and int(rest[0]) < 1:
         raise ValueError(f"a block of {rest[0]} queries")
     if rest:

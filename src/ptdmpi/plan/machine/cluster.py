@@ -125,6 +125,8 @@ class Software(FrozenTable):
     - `forward_block` and `backward_block` are the numbers of queries in a block, if a CPU computes
       the forward or the backward of causal attention by matrix products. A value of 0 means that
       the CPU uses a fused kernel, which holds few scores at a time.
+    - `whole_from` is the smallest length of a sequence for which the CPU uses a fused kernel
+      although the numbers of queries in a block are not 0. It is 0 if there is no such length.
     - `repeats_keys` is True if attention with grouped queries copies the keys and values for each
       query head in float32 and float64, because the kernels of GPUs require this.
     - `triton` has the kinds of kernels that this trainer computes in Triton, each in one pass over
@@ -171,6 +173,7 @@ class Software(FrozenTable):
     kept_block: Annotated[int, Field(ge=0)] = 0
     forward_block: Annotated[int, Field(ge=0)] = 0
     backward_block: Annotated[int, Field(ge=0)] = 0
+    whole_from: Annotated[int, Field(ge=0)] = 0
     repeats_keys: bool = False
     triton: Annotated[tuple[TritonKind, ...], Field(strict=False)] = ()
     # `launch_s` of this trainer, as measured by benchmarks/planning/host_time.py

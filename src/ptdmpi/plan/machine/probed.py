@@ -131,9 +131,9 @@ class AttentionWay(KernelWay):
     If `keeps` is True, the forward keeps the probabilities for the backward if there is enough
     memory. If `library_forward` is True, torch computes the forward, and only the backward is
     computed by matrix products. If `fpmath` is True, scores in bfloat16 are computed in oneDNN's
-    fpmath mode. If `way` is "library", torch's kernel computes attention. With fewer than
-    `whole_from` positions, the kernel is called for one block of queries at a time; otherwise it is
-    called once for all queries."""
+    fpmath mode. If `way` is "library", torch's kernel computes attention, for one block of queries
+    at a time. With both ways, torch's kernel computes sequences of at least `whole_from` positions
+    in one call."""
 
     way: Literal["products", "library"]
     whole_from: Positive | None = None

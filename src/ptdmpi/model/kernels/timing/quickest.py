@@ -147,11 +147,11 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
         entry = {"way": "products", "block": kernel.block}
         entry |= {key: True for key in WORDS.values() if getattr(kernel, key)}
         words = quickest
-    else:
-        whole_from = _quicker_from(sizes.lengths, times["blocks"], times["whole"])
-        if whole_from is not None:
-            entry["whole_from"] = whole_from
-            words += f", at once from {whole_from}"
+    slower = times["blocks"] if entry["way"] == "library" else times[quickest]
+    whole_from = _quicker_from(sizes.lengths, slower, times["whole"])
+    if whole_from is not None:
+        entry["whole_from"] = whole_from
+        words += f", by the library at once from {whole_from}"
     bench.note("causal attention by", words)
     at = ", ".join(map(str, sizes.lengths))
     measured = "; ".join(f"{way} {_ms(way_times)}" for way, way_times in times.items())

@@ -1,7 +1,7 @@
 """Attention in blocks of queries: the number of queries in a block, and the memory of a block."""
 
 from ptdmpi.plan.layer.attention.shape import core_shape
-from ptdmpi.plan.layer.chunks import EARLIER_BLOCK, QUERY_BLOCK, scores_at_once
+from ptdmpi.plan.layer.chunks import QUERY_BLOCK, WHOLE_RUN, scores_at_once
 from ptdmpi.plan.layer.sizes import Sizes
 
 
@@ -19,11 +19,13 @@ def queries_at_once(sizes: Sizes) -> int:
     queries = core_shape(sizes).queries
     if not in_blocks(sizes):
         return queries
-    if queries < sizes.model.seq_length and not sizes.model.sliding_window:
-        # in zigzag order this rank has two runs of consecutive queries, and a block of queries lies
-        # in one run
-        return min(EARLIER_BLOCK, queries // 2)
-    return min(QUERY_BLOCK, queries)
+    if sizes.model.sliding_window:
+        return min(QUERY_BLOCK, queries)
+    if queries < sizes.model.seq_length:
+        # in zigzag order this rank has two runs of consecutive queries; one call computes the
+        # gradients of a run and of all keys before it
+        return queries // 2
+    return queries if queries >= WHOLE_RUN else min(QUERY_BLOCK, queries)
 
 
 def kept_probabilities(sizes: Sizes) -> int:
@@ -34,7 +36,7 @@ def kept_probabilities(sizes: Sizes) -> int:
     last query, including keys that are outside the window or in other documents.
     """
     model, block = sizes.model, sizes.software.kept_block
-    if model.attention != "causal" or model.attention_softcap:
+    if model.attention != "causal" or model.attention_softcap or _is_whole(sizes):
         return 0
     count = 0
     # in zigzag order, c ranks cut a sequence into 2c chunks, and the first rank has the first and
@@ -103,10 +105,18 @@ def _product_block(sizes: Sizes, backward: bool) -> int:
         return 0
     chosen = software.backward_block if backward else software.forward_block
     is_long = model.attention == "causal" and model.seq_length > QUERY_BLOCK
-    if not (sizes.on_host and is_long):
+    if not (sizes.on_host and is_long) or _is_whole(sizes):
         chosen = 0
     if not model.attention_softcap:
         return chosen
     if model.attention != "causal":
         return core_shape(sizes).queries
     return chosen or QUERY_BLOCK
+
+
+def _is_whole(sizes: Sizes) -> bool:
+    """Return True if sequences are so long that the library's kernel computes their attention,
+    although matrix products compute the attention of shorter sequences."""
+    whole_from = sizes.software.whole_from
+    model = sizes.model
+    return 0 < whole_from <= model.seq_length and not model.sliding_window

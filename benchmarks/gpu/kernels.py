@@ -67,9 +67,9 @@ def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
 
 
 def attentions(device: torch.device, shape: tuple[int, ...] = (2, 16, 2048, 128)) -> dict[str, Any]:
-    """Return the seconds of causal attention in bfloat16, forward and backward, and its difference
-    from a float32 result, for each kernel of the library. `shape` is [batch, heads, sequence, head
-    size]."""
+    """Return, for each backend of PyTorch's `scaled_dot_product_attention`, the seconds of causal
+    attention in bfloat16, forward and backward, and the difference from a float32 result. `shape`
+    is [batch, heads, sequence, head size]."""
     attention: Any = importlib.import_module("torch.nn.attention")
     inputs = [torch.randn(shape).bfloat16().to(device) for _ in range(3)]
     with attention.sdpa_kernel(attention.SDPBackend.MATH):

@@ -41,10 +41,10 @@ def command(
 ) -> None:
     """Watch the run directories RUNS (such as runs/demo) until all runs are done or stopped.
 
-    Shows loss, rate, time left, the last checkpoint, slow ranks, validation, warnings. The command
-    only reads the files of the runs. It needs no MPI, torch or GPU, so it also works on a login
-    node that shares the file system. With --web, a browser shows the page of `ptdmpi report`, which
-    is updated until Ctrl-C.
+    Shows the loss, tokens per second, the time left, the last checkpoint, slow ranks, the last
+    validation loss, and warnings. The command only reads the files of the runs. It needs no MPI,
+    torch or GPU, so it also works on a login node that shares the file system. With --web, a
+    browser shows the page of `ptdmpi report`, which is updated until Ctrl-C.
     """
     if web:
         if len(runs) > 1 or once or as_json:

@@ -101,7 +101,8 @@ def _config(
     """Return a configuration with the given `keys` of [model], and a note for the user. Two further
     settings depend on the tensors in the files. A key of `Family.told_by` is True if the files
     contain its tensor. `mtp_depth` is 0 if the files have no modules for multi-token prediction.
-    Raise InputError, with the `name` of config.json, for illegal keys."""
+    If a key is unknown or has an illegal value, raise InputError. Its message begins with `name`,
+    the path of config.json."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:

@@ -35,6 +35,7 @@ from ptdmpi.model.adapters.scales import ScaleAdapter, rescaled
 from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.delayed import DelayedKernels
 from ptdmpi.model.kernels.float8 import Float8Kernels
+from ptdmpi.model.kernels.wide import sum_of_rows
 from ptdmpi.model.low_bit.delayed import DelayedScales
 from ptdmpi.model.parameters import Parameter, Split, declare
 from ptdmpi.model.random import RandomStream
@@ -120,7 +121,7 @@ def accumulate_bias_gradient(
     if bias is not None and bias.requires_grad:
         # sum in the type of `main_grad`, because a sum over all positions in a 16-bit type loses
         # small terms
-        summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
+        summed = sum_of_rows(dy.flatten(0, -2), bias.main_grad.dtype)
         bias.accumulate(lambda total: (total if own is None else own(total)).add_(summed))
 
 

@@ -15,7 +15,7 @@ from ptdmpi.model.kernels.choice import (
     OneDnnLinears,
     measured_choice,
 )
-from ptdmpi.model.kernels.table import table
+from ptdmpi.model.kernels.host import table
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ptdmpi.config.precision import Precision
 from ptdmpi.model.kernels import choice as choices
-from ptdmpi.model.kernels import host
+from ptdmpi.model.kernels import host, wide
 from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.kernels.host import FUSED_TYPES, HALF_TYPES
 from ptdmpi.model.parameters import Parameter, dtype_of
@@ -164,7 +164,7 @@ class Kernels:
             else:
                 torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
         else:
-            total += dy.t() @ x
+            wide.add(total, dy.t() @ x)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the batched matrix product a b, in the type of a."""

@@ -22,8 +22,8 @@ from ptdmpi.model.kernels import choice as choices
 from ptdmpi.model.kernels import compiler, host
 from ptdmpi.model.kernels.choice import BY_LIBRARY, Entries, HostChoice, OneDnnLinears
 from ptdmpi.model.kernels.fused import KINDS as TRITON_KINDS
+from ptdmpi.model.kernels.host import table
 from ptdmpi.model.kernels.stored import KINDS, Stored, read, sound, text_of, written
-from ptdmpi.model.kernels.table import table
 
 if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
     from ptdmpi.comm.world import World

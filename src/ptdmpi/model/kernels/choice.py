@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ptdmpi.model.kernels import host
-from ptdmpi.model.kernels.host import asked_once
-from ptdmpi.model.kernels.table import table
+from ptdmpi.model.kernels.host import asked_once, table
 from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 
 # The number of queries in a block. With one call for a whole sequence, PyTorch's CPU kernel skips

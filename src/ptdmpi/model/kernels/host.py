@@ -1,13 +1,14 @@
 """The abilities of this rank's processor and devices, for example whether they multiply 16-bit
-numbers. Each ability is determined only once, because the abilities of a machine never change."""
+numbers, and the table of measurements that says which kernels are the fastest. Each ability is
+determined only once, because the abilities of a machine never change."""
 
+import tomllib
 from collections.abc import Callable
 from functools import cache, wraps
+from importlib.resources import files
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-
-from ptdmpi.model.kernels.table import table
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # types that oneDNN's fused call for a linear supports
@@ -35,6 +36,14 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return answer
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return the measurements in presets/kernels.toml, which determine the fastest kernels: kind of
+    kernel -> list of entries. The first entry that fits the machine is used."""
+    text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 def vendor(device_type: str) -> str:

@@ -98,7 +98,7 @@ def fullest(order: RankOrder) -> Flight:
 
 @lru_cache(maxsize=16384)
 def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
-    """Return the result of `fullest`, in which the stores of stages with equal sizes are merged.
+    """Return the result of `fullest`, but merge the stores of stages that have equal sizes.
 
     `alike[i]` is the number of the group to which the rank's i-th stage belongs. Stages with equal
     sizes are in the same group. In the result, the number of a group replaces the number of a

@@ -231,8 +231,9 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     into memory, no other variant fits, because the first variant needs the least memory.
 
     If the first variant recomputes nothing and does not fit, yield the variant that recomputes just
-    enough layers to fit. In a pipeline, do this only if `space.uneven` is True, because the stages
-    without recomputation would wait for those with recomputation.
+    enough layers to fit. In a pipeline, this variant makes the stages uneven, because stages that
+    recompute nothing wait for the others. In a pipeline, it is therefore yielded only if
+    `space.uneven` is True, that is, if the search may try uneven stages.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):

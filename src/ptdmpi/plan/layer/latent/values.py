@@ -53,8 +53,8 @@ def filling(sizes: Sizes, *, backward: bool) -> Iterator[Kernel]:
 
 def filled_bytes(sizes: Sizes, *, backward: bool) -> int:
     """Return the working bytes of the filled tensors: values and outputs, and, in a backward, also
-    the gradients of both. Values are counted for all keys, and outputs for the queries that one
-    kernel computes."""
+    the gradients of both. The values of all keys are counted, but only the outputs of the queries
+    that one call of the kernel processes (`queries_at_once`)."""
     if not fills_values(sizes):
         return 0
     shape = core_shape(sizes)

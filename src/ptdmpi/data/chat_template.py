@@ -151,18 +151,9 @@ class ChatTemplate:
                     f"{len(answers) + 1} differently once the answer follows; use a template that "
                     "only appends, or that marks answers by {% generation %}"
                 )
-            size = _answer_length(after[len(before) :], message["content"].strip())
+            size = len(after[len(before) :].rstrip())
             answers.append((len(before), min(len(before) + size, len(marked))))
         return Rendered(marked, _with_spaces(marked, answers))
-
-
-def _answer_length(turn: str, content: str) -> int:
-    """Return the length of the text `turn` without the white space at its end. If the answer
-    `content` itself ends with white space, that white space is included."""
-    length = len(turn.rstrip())
-    if content in turn:
-        length = max(length, turn.find(content) + len(content))
-    return length
 
 
 def _of_marks(marked: str) -> Rendered:

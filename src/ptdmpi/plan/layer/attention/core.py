@@ -94,11 +94,13 @@ class Attend(Operator):
             )
             yield from filling(sizes, backward=backward)
             return
-        # the products are Q K^T and P V in a forward, and dO V^T, P^T dO, dS K and dS^T Q in a
-        # backward
+        # The products are Q K^T and P V in a forward, and dO V^T, P^T dO, dS K and dS^T Q in a
+        # backward. The backward of capped scores also computes Q K^T again, because the kernel for
+        # capped scores keeps no scores.
         yield MatrixProduct(queries, s, v if backward else d, batch)
         yield MatrixProduct(queries, v, s, batch)
-        for _ in range(2 * backward):
+        again = backward and capped and sizes.fused_attention
+        for _ in range(2 * backward + again):
             yield MatrixProduct(queries, d, s, batch)
         scores = batch * queries * s
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0

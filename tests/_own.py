@@ -114,3 +114,7 @@ def of_shape(inputs):
 
 def detached(inputs):
     return -inputs.log_probabilities().sum().detach(), 1
+
+
+def counts_none(inputs):
+    return inputs.log_probabilities().sum() * 0.0, 0

@@ -13,6 +13,7 @@ from ptdmpi.base.plugins import name_of, plugin
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.data.own import OwnDataset
+from ptdmpi.plan.layer.describe import layer
 from ptdmpi.train.run import Launch, Run
 from ptdmpi.watch.requests import StopRequest
 from tests._configs import layout, small
@@ -23,6 +24,7 @@ from tests._own import (
     Given,
     Momentum,
     Short,
+    counts_none,
     detached,
     even,
     of_shape,
@@ -154,6 +156,14 @@ def test_data_of_ones_own_comes_in_the_same_order_in_every_layout(comm, tmp_path
         assert alone == pytest.approx(losses, rel=1e-5)
 
 
+@parallel(ranks=[1, 2])
+def test_a_validation_in_which_nothing_counts_is_refused(comm, tmp_path):
+    changes = {"run.steps": 1, "parallel.pipeline": comm.size, "log.validate_every_steps": 1}
+    changes["data.valid"] = str(tmp_path / "train")
+    with pytest.raises(InputError, match="validation after step 1 has no loss, because no label"):
+        list(made(comm, tmp_path, changes, loss=counts_none))
+
+
 def read_records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -169,6 +179,7 @@ def test_data_of_another_length_is_refused(comm, tmp_path):
     [
         ({"vocab_size": None}, "vocab_size is None; legal: an integer from 1"),
         ({"vocab_size": 0}, "vocab_size is 0; legal"),
+        ({"sample": 3}, "has no method `sample`; legal: sample"),
         ({"length": -1}, "its length is not a number of samples"),
         ({"length": "a"}, "its length is not a number of samples"),
         ({"length": 0}, "has no samples"),
@@ -209,6 +220,11 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
             {"run.loss": "os:sep"},
             "run.loss: os:sep is of the type str; legal: a function or a class",
         ),
+        ({"run.loss": "os:getcwd"}, "run.loss: os:getcwd cannot be called with one argument .*one"),
+        (
+            {"model.sublayers": ("attention", "os:getcwd")},
+            "model.sublayers: os:getcwd cannot be ca",
+        ),
         ({"run.loss": "no_module:loss"}, "run.loss: no_module:loss cannot be imported: No module"),
         ({"run.loss": "__main__:nothing"}, "belongs to a program, and only this program"),
         ({"optimizer.kind": "own"}, 'optimizer.kind = "own" needs optimizer.own'),
@@ -235,6 +251,20 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
 def test_names_that_mean_nothing_are_refused(changes, text):
     with pytest.raises(InputError, match=text):
         small(changes)
+
+
+def test_a_plugin_that_is_not_python_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, content in (("broken", b"def"), ("latin", b"x = '\xff'")):
+        (tmp_path / f"{name}.py").write_bytes(content)
+        with pytest.raises(InputError, match=f"run.loss: {name}:x cannot be imported: "):
+            small({"run.loss": f"{name}:x"})
+
+
+def test_a_function_that_makes_no_sublayer_is_refused():
+    model = small({"model.sublayers": ("attention", "builtins:str")}).model
+    with pytest.raises(InputError, match=r"model.sublayers: builtins:str returned str, not a Subl"):
+        layer(model)
 
 
 def test_an_object_without_a_name_is_refused():

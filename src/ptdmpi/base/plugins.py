@@ -7,6 +7,7 @@ as an entry point in the group "ptdmpi.losses", "ptdmpi.datasets", "ptdmpi.optim
 
 import functools
 import importlib
+import inspect
 import re
 from importlib.metadata import entry_points
 from typing import Any
@@ -24,10 +25,10 @@ def plugin(group: str, name: str) -> Any:
     InputError if there is no function or class with this name, or if its import fails.
     """
     if IMPORTED.fullmatch(name):
-        return _imported(name)
+        return _usable(group, name)
     registered = _registered(group)
     if name in registered:
-        return _imported(registered[name])
+        return _usable(group, registered[name])
     others = ", ".join(sorted(registered)) or "none is installed"
     raise InputError(
         f'{name}: no installed package registers it among the {group}; legal: "module:object", or '
@@ -47,22 +48,40 @@ def _registered(group: str) -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=f"ptdmpi.{group}")}
 
 
-def _imported(name: str) -> Any:
+def _usable(group: str, name: str) -> Any:
     """Import the object with the name "module:object". Raise InputError if the import fails, or if
-    the object is neither a function nor a class."""
+    an object of the `group` cannot be called as this package calls it: losses, datasets and
+    sublayers with one argument."""
+    value = _imported(name)
+    if not callable(value):
+        kind = type(value).__name__
+        raise InputError(f"{name} is of the type {kind}; legal: a function or a class")
+    if group == "optimizers":  # only its methods are called
+        return value
+    try:
+        inspect.signature(value).bind(None)
+    except TypeError as error:
+        raise InputError(
+            f"{name} cannot be called with one argument ({error}); legal: a function or a class "
+            "that takes one"
+        ) from None
+    except ValueError:  # some functions that are written in C have no signature
+        pass
+    return value
+
+
+def _imported(name: str) -> Any:
+    """Import the object with the name "module:object". Raise InputError if the import fails."""
     module, _, path = name.partition(":")
     try:
         value: Any = importlib.import_module(module)
         for attribute in path.split("."):
             value = getattr(value, attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         hint = ""
         if module == "__main__":
             hint = "; it belongs to a program, and only this program can continue the run"
         raise InputError(f"{name} cannot be imported: {error}{hint}") from None
-    if not callable(value):
-        kind = type(value).__name__
-        raise InputError(f"{name} is of the type {kind}; legal: a function or a class")
     return value
 
 

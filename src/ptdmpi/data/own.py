@@ -42,6 +42,8 @@ class OwnDataset:
         if not isinstance(vocab_size, Integral) or vocab_size < 1:
             raise InputError(f"{path}: vocab_size is {vocab_size!r}; legal: an integer from 1")
         self.vocab_size = int(vocab_size)
+        if not callable(getattr(self._own, "sample", None)):
+            raise InputError(f"{path} has no method `sample`; legal: sample(number) -> token ids")
         try:
             length = len(self._own)
         except (TypeError, ValueError, OverflowError) as error:

@@ -137,6 +137,11 @@ class Validation:
                 break
             measured = self.engine.evaluate(self.feed.place(group))
             losses[number] = summed([losses[number], measured])
+        if not summed([*losses])[TASK].count:
+            raise SharedInputError(
+                f"the validation after step {step} has no loss, because no label of the validation "
+                "data counts (all are masked, or run.loss counts none)"
+            )
         paths = self.config.data.valid_paths
         values, text = validation_record(paths, losses)
         if self.bigram_pending:

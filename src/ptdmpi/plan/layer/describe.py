@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import EXPERTS, targets_of
@@ -273,10 +274,18 @@ def layer_of(model: ModelConfig, kind: LayerKind) -> tuple[Sublayer, ...]:
     """Return the sublayers of a layer of kind `kind` (with or without experts, with or without a
     backward)."""
     build = LayerBuild(model, model.adapt.adapts and not kind.idle, kind.mixes)
-    makers = [plugin("sublayers", SUBLAYERS.get(name, name)) for name in model.sublayers]
-    sublayers = tuple(make(build) for make in makers)
+    sublayers = tuple(_made(SUBLAYERS.get(name, name), build) for name in model.sublayers)
     _require_own_masks(sublayers)
     return _with_norms_of_sums(sublayers)
+
+
+def _made(name: str, build: LayerBuild) -> Sublayer:
+    """Return the sublayer that the function with the name `name` makes. Raise InputError if the
+    result is not a sublayer."""
+    made = plugin("sublayers", name)(build)
+    if not isinstance(made, Sublayer):
+        raise InputError(f"model.sublayers: {name} returned {type(made).__name__}, not a Sublayer")
+    return made
 
 
 def _with_norms_of_sums(sublayers: Iterable[Sublayer]) -> tuple[Sublayer, ...]:

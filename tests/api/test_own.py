@@ -255,7 +255,11 @@ def test_names_that_mean_nothing_are_refused(changes, text):
 
 def test_a_plugin_that_is_not_python_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    for name, content in (("broken", b"def"), ("latin", b"x = '\xff'")):
+    for name, content in (
+        ("broken", b"def"),
+        ("latin", b"x = '\xff'"),
+        ("ends", b"raise SystemExit(0)"),
+    ):
         (tmp_path / f"{name}.py").write_bytes(content)
         with pytest.raises(InputError, match=f"run.loss: {name}:x cannot be imported: "):
             small({"run.loss": f"{name}:x"})

@@ -54,6 +54,13 @@ def test_checkpoints_that_are_kept_in_any_case_are_not_read(tmp_path, monkeypatc
     assert [files.step_of(path) for path in read] == [8, 7, 3, 1]
 
 
+def test_a_name_that_is_not_that_of_the_step_is_no_sound_checkpoint(tmp_path):
+    save(tmp_path, 1).rename(tmp_path / "step-00000009")
+    assert not files.is_sound(tmp_path / "step-00000009")
+    save(tmp_path, 2).rename(tmp_path / "copy")
+    assert files.is_sound(tmp_path / "copy")
+
+
 def test_damaged_checkpoints_are_neither_counted_nor_removed(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -251,3 +252,37 @@ def test_a_history_that_became_a_pipe_is_an_error(tmp_path):
     os.mkfifo(tmp_path / "history.jsonl")
     with at_most(5), pytest.raises(OSError, match="is a pipe or a device"):
         history.end(1, "done")
+
+
+@parallel(ranks=[1])
+def test_a_run_without_its_checkpoints_does_not_begin_anew(comm, tmp_path):
+    """As if their file system were not mounted: its records say that it has saved."""
+    _run(comm, tmp_path, checkpoint__every_steps=2)
+    run = tmp_path / "run"
+    (run / "checkpoints").rename(tmp_path / "away")
+    before = records(run)
+    for content in (None, "latest"):
+        if content is not None:
+            (run / "checkpoints").mkdir(exist_ok=True)
+            (run / "checkpoints/latest").write_text("step-00000004\n")
+        with pytest.raises(SharedInputError, match=r"checkpoints.*checkpoint\.resume = .never. "):
+            _run(comm, tmp_path, run__steps=6)
+        assert records(run) == before
+    shutil.rmtree(run / "checkpoints")
+    (tmp_path / "away").rename(run / "checkpoints")
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    assert _run(comm, tmp_path, run__steps=6).first == 2
+    assert "step-00000004: is missing, but " in log(run)
+
+
+@parallel(ranks=[1])
+def test_lost_records_are_warned_of(comm, tmp_path):
+    _run(comm, tmp_path)
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    _run(comm, tmp_path, run__steps=5)
+    assert "has no record of step" not in log(tmp_path / "run")
+    (tmp_path / "run/metrics.jsonl").write_text("".join(lines[:2]))
+    _run(comm, tmp_path, run__steps=6)
+    assert "metrics.jsonl has no record of step 5, the newest is that of step 2" in log(
+        tmp_path / "run"
+    )

@@ -82,6 +82,9 @@ def _imported(name: str) -> Any:
         if module == "__main__":
             hint = "; it belongs to a program, and only this program can continue the run"
         raise InputError(f"{name} cannot be imported: {error}{hint}") from None
+    except SystemExit:
+        # if only this rank ended, the other ranks would wait for it forever
+        raise InputError(f"{name} cannot be imported: its module ends the program") from None
     return value
 
 

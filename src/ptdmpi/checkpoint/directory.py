@@ -64,6 +64,21 @@ def of_run(directory: Path) -> list[Path]:
     return checkpoints_in(directory)
 
 
+def missing_newest(directory: Path, existing: Collection[Path]) -> list[str]:
+    """Return a text if the file `latest` names a checkpoint that is missing, and that is newer than
+    the `existing` checkpoints of the run; otherwise return an empty list."""
+    latest = directory / LATEST
+    if not latest.is_file():
+        return []
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if not is_name(name) or os.path.lexists(directory / name):
+        return []
+    newest = max(map(step_of, existing), default=-1)
+    if step_of(Path(name)) <= newest:
+        return []
+    return [f"{directory / name}: is missing, but {latest} names it"]
+
+
 def named(path: Path) -> Path:
     """Return the checkpoint that a user names by its path, or by the file `latest` or `best`.
     RUN/best means RUN/checkpoints/best. Raise InputError if the file names no checkpoint."""

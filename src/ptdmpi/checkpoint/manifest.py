@@ -332,9 +332,12 @@ def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
 
 
 def sound_manifest(directory: Path) -> Manifest:
-    """Return the manifest of the checkpoint if all its files exist and have the recorded sizes;
-    otherwise raise InputError."""
+    """Return the manifest of the checkpoint if all its files exist and have the recorded sizes, and
+    the name of the directory has the manifest's step; otherwise raise InputError."""
     manifest = read_manifest(directory)
+    named = re.fullmatch(r"step-(\d{8,})", directory.name)
+    if named is not None and int(named[1]) != manifest.progress.step:
+        raise InputError(f"{directory} has another name than its step, {manifest.progress.step}")
     for name, size in manifest.files.items():
         path = directory / name
         if not path.is_file():

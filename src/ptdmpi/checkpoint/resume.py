@@ -66,8 +66,8 @@ class Resumption:
         elif wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
             self.followed = Path(wanted)
             wanted = "auto"
-        skipped: list[str] = []
-        for candidate in on_root(self.world, lambda: self._candidates(wanted)):
+        candidates, skipped = on_root(self.world, lambda: self._candidates(wanted))
+        for candidate in candidates:
             mean = self.mean or lost
             loaded = load(self.state, self.world, candidate, judge=self._judge, mean=mean)
             if isinstance(loaded, Manifest):
@@ -109,7 +109,7 @@ class Resumption:
         if wanted == "never":
             self.retention.branch_from(None)
         elif on_root(self.world, lambda: self._names_another(wanted)):
-            source = on_root(self.world, lambda: self._candidates(wanted)[0])
+            source = on_root(self.world, lambda: self._candidates(wanted)[0][0])
             self.retention.branch_from(source, Path(wanted))
         return loaded.progress
 
@@ -175,14 +175,15 @@ class Resumption:
         the run's own newest checkpoint."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 
-    def _candidates(self, wanted: str) -> list[Path]:
-        """Return the checkpoints to try, the newest first. Raise InputError if a named path has no
-        checkpoint."""
+    def _candidates(self, wanted: str) -> tuple[list[Path], list[str]]:
+        """Return two lists: the checkpoints to try, the newest first, and texts about newer
+        checkpoints that are missing. Raise InputError if a named path has no checkpoint."""
         if wanted != "auto":
             try:
-                return checkpoints(Path(wanted))[::-1]
+                return checkpoints(Path(wanted))[::-1], []
             except InputError as error:
                 raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
         if self.directory.is_dir():
             files.put_back(self.directory)
-        return files.of_run(self.directory)[::-1]
+        own = files.of_run(self.directory)[::-1]
+        return own, files.missing_newest(self.directory, own)

@@ -13,7 +13,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.course import Course
 from ptdmpi.plan.layer.low_bit import LowBit
-from ptdmpi.train.standing import standing_of
+from ptdmpi.train.standing import require_no_saves, standing_of
 
 
 def resumed(config: Config, course: Course) -> dict[str, Any]:
@@ -29,6 +29,8 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     own = Path(config.run.dir) / "checkpoints"
     wanted = config.checkpoint.resume
     existing = files.of_run(own)
+    if wanted == "auto" and not existing:
+        require_no_saves(config)
     if wanted == "never" or (wanted == "auto" and not existing):
         said = _begins_anew(config, own, len(existing))
         return {"step": 0, "path": None, "changed": [], "says": said}
@@ -40,8 +42,8 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
     manifest = sound_manifest(path)
-    require_kinds(path, manifest, (*config.optimizer.moments, *config.data_parallel.kinds))
     course.judge("resume", path, manifest.said)
+    require_kinds(path, manifest, (*config.optimizer.moments, *config.data_parallel.kinds))
     step = manifest.progress.step
     changed = list(course.answer.changed)
     if step >= config.run.steps and named != own:

@@ -32,6 +32,7 @@ from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.live import Handover
 from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
+from ptdmpi.train.standing import require_no_saves
 
 
 def _measured(config: Config) -> Entries:
@@ -177,6 +178,8 @@ class Attempt:
                 self.how = f"continues from the copy in memory of step {copied.step}"
                 return copied.step
         progress, self.skipped = self.checkpoints.resume(start.resume, start.lost)
+        if progress is None and start.resume == "auto":
+            self.world.on_root(lambda: require_no_saves(self.config))
         if progress is not None:
             self.how = self._resumed(start.resume, progress.step)
             return progress.step

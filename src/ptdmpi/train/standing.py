@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ptdmpi.base.words import counted
-from ptdmpi.config import Config
+from ptdmpi.config import Config, InputError
 from ptdmpi.sinks.record import kept_records
 
 
@@ -98,6 +98,15 @@ class Standing:
             text += f" than {self.best.loss:.4f} of step {self.best.step}"
         return text
 
+    def lost_after(self, config: Config, step: int) -> str:
+        """Return a text that says which records of the run are lost, if the run has trained `step`
+        steps, but has records of fewer."""
+        return (
+            f"{Path(config.run.dir) / 'metrics.jsonl'} has no record of step {step}, the newest is "
+            f"that of step {self.trained}: run.stop_after_worse, checkpoint.keep_best and `ptdmpi "
+            "report` do not know the lost records"
+        )
+
 
 def standing_of(config: Config, step: int) -> Standing:
     """Return the `Standing` of the run after step `step`. It is computed from the records in the
@@ -113,3 +122,17 @@ def standing_of(config: Config, step: int) -> Standing:
         elif "loss" in record:
             standing.trained = record["step"]
     return standing
+
+
+def require_no_saves(config: Config) -> None:
+    """Raise InputError if the records of a run without checkpoints say that it has saved some. They
+    may be missing because their file system is not mounted, and the run would begin anew."""
+    folder = Path(config.run.dir)
+    records = kept_records(folder / "metrics.jsonl")
+    saved = max((record["step"] for record in records if "checkpoint_bytes" in record), default=0)
+    if saved:
+        raise InputError(
+            f"{folder / 'checkpoints'} has no checkpoint, but {folder / 'metrics.jsonl'} says that "
+            f"the run has saved one after step {saved}; legal: put the checkpoints back, or "
+            'checkpoint.resume = "never" to begin anew'
+        )

@@ -199,10 +199,10 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     fit = partial(_require_fit, reader, wanted, state.peers.size)
     kind = partial(require_kind, directory, manifest.said, wanted.whole)
     unfit = _first(world, InputError, kind)
-    # `judge` names the changed key, and the other two only the tensors, so `judge` comes first
-    unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
     kinds = partial(require_kinds, directory, manifest, wanted.kinds)
     unfit = unfit or _first(world, InputError, kinds)
+    # `judge` names the changed key, and `fit` only the tensor, so `judge` comes first
+    unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
     unfit = unfit or _first(world, InputError, fit)
     if unfit:
         raise SharedInputError(unfit)

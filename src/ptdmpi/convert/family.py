@@ -96,8 +96,9 @@ class Family:
         return base if self.of_head(base) else self.prefix + base
 
     def base(self, name: str) -> str:
-        """Return a parameter name of any file of `transformers` without its prefix, and with the
-        name ending that newer files use."""
+        """Return the parameter name `name` of a file that `transformers` has written, without the
+        family's prefix. If the name has an ending that only older files use, replace the ending by
+        that of newer files."""
         name = name.removeprefix(self.prefix)
         for old, new in self.renamed.items():
             if name.endswith(old):

@@ -42,8 +42,8 @@ def resumed(config: Config, course: Course) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
     manifest = sound_manifest(path)
-    course.judge("resume", path, manifest.said)
     require_kinds(path, manifest, (*config.optimizer.moments, *config.data_parallel.kinds))
+    course.judge("resume", path, manifest.said)
     step = manifest.progress.step
     changed = list(course.answer.changed)
     if step >= config.run.steps and named != own:

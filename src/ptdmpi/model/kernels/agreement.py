@@ -278,8 +278,8 @@ def _triton_on_devices(
     before: Sequence[str] | None,
     say: Callable[[str], None],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the kinds of kernels that the run records as computed in Triton, and the kinds that
-    all ranks compute in Triton now. `before` has the kinds that the run recorded earlier; it is
+    """Return two values: the kinds of kernels to store for the run as computed in Triton, and the
+    kinds that all ranks compute in Triton now, which are fewer if a rank lacks Triton. `before` has the kinds that the run recorded earlier; it is
     empty if the run recorded none. For a new run, `before` is None; the run then uses the kinds in
     the table of measurements."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))

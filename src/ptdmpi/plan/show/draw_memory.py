@@ -107,9 +107,9 @@ def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
     """Return (moments, smallest memory, largest memory), three lists of at most about `COLUMNS`
-    numbers each. `amounts` has the memory in use from each of the `moments` on. The results are the
-    minimum and the maximum of the memory between one returned moment and the next, so that a
-    picture can show many short peaks."""
+    numbers each. `amounts` has the memory in use from each of the `moments` on. The second and the
+    third list have the smallest and the largest memory between each returned moment and the next,
+    so that short peaks stay visible in a picture."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS

@@ -279,9 +279,10 @@ def _triton_on_devices(
     say: Callable[[str], None],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return two values: the kinds of kernels to store for the run as computed in Triton, and the
-    kinds that all ranks compute in Triton now, which are fewer if a rank lacks Triton. `before` has the kinds that the run recorded earlier; it is
-    empty if the run recorded none. For a new run, `before` is None; the run then uses the kinds in
-    the table of measurements."""
+    kinds that all ranks compute in Triton now. If kinds are stored, but a rank lacks Triton, no
+    rank computes in Triton. `before` has the kinds that the run stored earlier; it is empty if the
+    run stored none. For a new run, `before` is None; the run then uses the kinds in the table of
+    measurements."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
     shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
     kept = shared

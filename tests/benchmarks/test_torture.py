@@ -1,5 +1,6 @@
 """The torture of runs: a few of its trials, and that it sees what is lost."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from benchmarks.faults.tally import Outcome, table
 from benchmarks.faults.torture import Lost, Torture, kinds, trial
 from benchmarks.faults.training import StartedRun, Way, newest_sound
 from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.manifest import checksum
 from ptdmpi.config import load, resolve
 from tests.parallel import mpi_environment
 
@@ -61,6 +63,10 @@ def test_other_bits_are_a_loss(torture, tmp_path, monkeypatch):
     last = run / "checkpoints" / files.name_of(program.STEPS)
     shutil.rmtree(last)
     shutil.copytree(last.with_name(files.name_of(program.EVERY_STEPS)), last)
+    manifest = json.loads((last / "manifest.json").read_text())
+    manifest["progress"]["step"] = program.STEPS
+    del manifest["crc32"]
+    (last / "manifest.json").write_text(json.dumps(manifest | {"crc32": checksum(manifest)}))
     monkeypatch.setattr(program, "StartedRun", _Done)
     with pytest.raises(Lost, match="tensors differ"):
         torture.finish(CASE, run, 0)

@@ -36,6 +36,9 @@ LIMIT = 0.03
 # positions, which see the most keys; the blocks of other ranks are smaller. A single head needs no
 # copies.
 OF_BLOCKS = 0.3
+# PyTorch's kernel packs operands in bfloat16 in buffers of its own, which the formula does not
+# count: up to 0.7 MiB here, on a Xeon with AMX, where it computes sequences of 1,024 or more.
+PACKED = 2**20
 OF_SCORES = 0.1  # if scores are kept for their dropout: the formula counts hashes, too (6 MiB)
 DEEP = {
     "model.kind": "llama",
@@ -72,7 +75,9 @@ def test_activations_shrink_with_c_as_the_formula_says(comm, method, name):
     found, foreseen = peak(World(comm), changes, LENGTH * max(1, comm.size // 2))
     limit = OF_SCORES if name == "dropout" else LIMIT
     least = 1 - (OF_BLOCKS if "bf16" in name else limit)
-    assert least < found / foreseen < 1 + limit, (name, comm.size, found, foreseen)
+    packed = PACKED if "bf16" in name else 0
+    within = least * foreseen < found < (1 + limit) * foreseen + packed
+    assert within, (name, comm.size, found, foreseen)
 
 
 @pytest.mark.cases(1)

@@ -231,9 +231,9 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     into memory, no other variant fits, because the first variant needs the least memory.
 
     If the first variant recomputes nothing and does not fit, yield the variant that recomputes just
-    enough layers to fit. In a pipeline, this variant makes the stages uneven, because stages that
-    recompute nothing wait for the others. In a pipeline, it is therefore yielded only if
-    `space.uneven` is True, that is, if the search may try uneven stages.
+    enough layers to fit. In a pipeline, stages that recompute nothing would wait for the others, so
+    yield this variant there only if `space.uneven` is True, that is, if the search may try uneven
+    stages.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):

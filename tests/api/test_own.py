@@ -4,6 +4,7 @@ found again."""
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import tomlkit
@@ -21,12 +22,17 @@ from tests._engines import build, microbatches, steps_of
 from tests._mpirun import mpirun
 from tests._own import (
     Counting,
+    Ends,
     Given,
     Momentum,
     Short,
+    counted_twice,
     counts_none,
     detached,
+    elsewhere,
+    ends,
     even,
+    huge,
     of_shape,
     only_sum,
     plain,
@@ -205,8 +211,12 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
     for loss, text in (
         (only_sum, "returned Tensor, not"),
         (words, r"returned \(str, str\); legal: a tensor and a number"),
-        (of_shape, r"returned a sum of shape \[.*\], not one sum"),
+        (of_shape, r"returned a sum of float32 of shape \[.*\], not one floating-point sum"),
         (detached, "returned a sum that has no gradient"),
+        (huge, "returned a count that is too large"),
+        (elsewhere, "returned a sum on meta; legal: on cpu"),
+        (counted_twice, r"returned a count of shape .*, not one number"),
+        (ends, "tests._own:ends ends the program"),
     ):
         with pytest.raises(InputError, match=text):
             trained(comm, {"run.loss": name_of(loss), "batch.micro_size": 1})
@@ -263,6 +273,24 @@ def test_a_plugin_that_is_not_python_is_refused(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_bytes(content)
         with pytest.raises(InputError, match=f"run.loss: {name}:x cannot be imported: "):
             small({"run.loss": f"{name}:x"})
+
+
+@pytest.mark.parametrize("in_sample", [False, True])
+def test_a_dataset_that_ends_the_program_is_refused(tmp_path, monkeypatch, in_sample):
+    """Its rank would end with code 0, and the others would wait. Nor may it move the run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Ends, "in_sample", in_sample)
+    with pytest.raises(InputError, match=r"tests\._own:Ends.* ends the program"):
+        OwnDataset(name_of(Ends), 16)
+    assert Path.cwd() == tmp_path
+
+
+def test_a_module_that_changes_the_directory_does_not_move_the_run(tmp_path, monkeypatch):
+    (tmp_path / "moves.py").write_text("import os\nos.chdir('/')\ndef loss(inputs): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    small({"run.loss": "moves:loss"})
+    assert Path.cwd() == tmp_path
 
 
 def test_a_function_that_makes_no_sublayer_is_refused():

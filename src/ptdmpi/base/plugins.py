@@ -5,10 +5,13 @@ as an entry point in the group "ptdmpi.losses", "ptdmpi.datasets", "ptdmpi.optim
 "ptdmpi.sublayers".
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import os
 import re
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -43,6 +46,32 @@ def is_plugin(group: str, name: str) -> bool:
     return IMPORTED.fullmatch(name) is not None or name in _registered(group)
 
 
+@contextlib.contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """Return a context for a call of the user's own code. If the code ends the program, for example
+    by `sys.exit`, raise InputError: the other ranks would wait for this rank forever. `name` is the
+    name of the code in this error."""
+    try:
+        yield
+    except SystemExit:
+        raise InputError(
+            f"{name} ends the program; legal: to return, or to raise an error"
+        ) from None
+
+
+@contextlib.contextmanager
+def same_directory() -> Iterator[None]:
+    """Return a context that restores the working directory at its end, because relative paths in
+    the configuration must not change their meaning. The directory is held open, so this works even
+    if the directory has been removed."""
+    here = os.open(".", os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
 def _registered(group: str) -> dict[str, str]:
     """Return the registered objects of a group: name -> "module:object"."""
     return {entry.name: entry.value for entry in entry_points(group=f"ptdmpi.{group}")}
@@ -74,7 +103,8 @@ def _imported(name: str) -> Any:
     """Import the object with the name "module:object". Raise InputError if the import fails."""
     module, _, path = name.partition(":")
     try:
-        value: Any = importlib.import_module(module)
+        with same_directory():
+            value: Any = importlib.import_module(module)
         for attribute in path.split("."):
             value = getattr(value, attribute)
     except (ImportError, AttributeError, SyntaxError) as error:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.base.errors import InputError
-from ptdmpi.base.plugins import is_plugin, plugin
+from ptdmpi.base.plugins import is_plugin, plugin, same_directory, users_code
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.order import SampleOrder
 
@@ -33,11 +33,13 @@ class OwnDataset:
 
     def __init__(self, path: str, seq_length: int) -> None:
         """Make the user's object for sequences of `seq_length` tokens. Raise InputError if the
-        object's `vocab_size` is not an integer above 0, if the object has no length or no samples,
-        or if `row` raises InputError for the first or the last sample."""
+        user's class ends the program, if the object's `vocab_size` is not an integer above 0, if
+        the object has no length or no samples, or if `row` raises InputError for the first or the
+        last sample."""
         self.path = path
         self.seq_length = seq_length
-        self._own = plugin("datasets", path)(seq_length)
+        with users_code(path), same_directory():
+            self._own = plugin("datasets", path)(seq_length)
         vocab_size = getattr(self._own, "vocab_size", None)
         if not isinstance(vocab_size, Integral) or vocab_size < 1:
             raise InputError(f"{path}: vocab_size is {vocab_size!r}; legal: an integer from 1")
@@ -45,7 +47,8 @@ class OwnDataset:
         if not callable(getattr(self._own, "sample", None)):
             raise InputError(f"{path} has no method `sample`; legal: sample(number) -> token ids")
         try:
-            length = len(self._own)
+            with users_code(path):
+                length = len(self._own)
         except (TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{path}: its length is not a number of samples: {error}") from error
         if not length:
@@ -64,9 +67,11 @@ class OwnDataset:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the ids [s + 1] of sample `number`, and the weights [s] of its labels (None: all
-        weights are 1). Raise InputError if ids or weights have other sizes, if an id is not an
-        integer or is outside the vocabulary, or if a weight is not finite."""
-        sample: Any = self._own.sample(int(number))
+        weights are 1). Raise InputError if the method `sample` ends the program, if ids or weights
+        have other sizes, if an id is not an integer or is outside the vocabulary, or if a weight is
+        not finite."""
+        with users_code(f"{self.path}: sample {number}"):
+            sample: Any = self._own.sample(int(number))
         ids, weights = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
         ids = self._array(ids, "ids", number)
         if ids.shape != (self.seq_length + 1,):

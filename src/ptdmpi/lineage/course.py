@@ -27,6 +27,8 @@ class Course:
         self.base: Base | None = None  # The frozen base model of adapters.
         # kind of operation -> names of the chosen kernels; empty until kernels are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
+        # names of the ranks' arithmetics (`train.records.arithmetic`); empty until they are known
+        self.arithmetic: Sequence[str] = []
         self._order: SampleOrder | None = None
 
     def judge(
@@ -41,6 +43,8 @@ class Course:
             kept = manifest.get("kernels", {})
             # a checkpoint of an older version has only a list of attention kernels
             self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
+            names = manifest.get("arithmetic")
+            self.arithmetic = [str(name) for name in names] if isinstance(names, list) else []
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
@@ -121,5 +125,6 @@ class Course:
             "trained_on": self.trained_on.as_json(),
             "settings": self.settings,
             "kernels": {kind: list(ways) for kind, ways in self.kernels.items()},
+            "arithmetic": list(self.arithmetic),
             "data_parallel": {"method": method, "replicas": self.config.data_size},
         }

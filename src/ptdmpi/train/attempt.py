@@ -31,6 +31,7 @@ from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.live import Handover
+from ptdmpi.train.records.arithmetic import agree
 from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 from ptdmpi.train.standing import require_no_saves
 
@@ -134,6 +135,10 @@ class Attempt:
                 place = replace(place, own=own)
             agreed = agreement.agreed(self.world, self.path, place, before, say=say)
             self.course.kernels = agreement.stored(agreed)
+            known = self.course.arithmetic
+            self.course.arithmetic, lines = agree(self.world, engine.device, known)
+            for line in lines:
+                say(line)
             self.choice = memory.settle(agreed, say)
             engine.compute_by(self.choice)
 

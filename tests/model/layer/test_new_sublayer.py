@@ -31,11 +31,13 @@ from ptdmpi.model.transformer import Block
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer import sublayer as sublayers
 from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass
 from ptdmpi.plan.layer.legality import is_legal, layout_mistakes
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.parts import Linear, Part, Scale, Table
 from ptdmpi.plan.layer.sizes import Sizes
+from ptdmpi.plan.layer.sublayer import Sublayer
 from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import machine_of
@@ -96,7 +98,7 @@ class Convolve(Operator):
         return 3 * self._elements(sizes) * sizes.compute_bytes
 
 
-def convolution(build: describe.LayerBuild, kind: type[Convolve] = Convolve) -> describe.Sublayer:
+def convolution(build: describe.LayerBuild, kind: type[Convolve] = Convolve) -> Sublayer:
     model = build.model
     columns = partial(Linear, bias=False, init_std=model.matrix_std, split="columns")
     rows = partial(Linear, bias=False, init_std=build.residual_std, split="rows")
@@ -151,7 +153,7 @@ class OwnConvolve(Convolve, OwnOperator):
         return Convolution(self, build.axis.size)
 
 
-def own_convolution(build: describe.LayerBuild) -> describe.Sublayer:
+def own_convolution(build: describe.LayerBuild) -> Sublayer:
     return convolution(build, OwnConvolve)
 
 
@@ -228,7 +230,7 @@ def test_its_flops_count_twice_backward_only_if_it_trains():
 def test_a_mask_number_that_is_taken_is_refused(taken):
     """It would drop the same elements as another mask: the other sublayers', or an adapter's."""
 
-    def same_place(build: describe.LayerBuild) -> describe.Sublayer:
+    def same_place(build: describe.LayerBuild) -> Sublayer:
         return build.sublayer("other", taken, *convolution(build).operators[1:-1])
 
     def named(group: str, name: str) -> Any:
@@ -236,10 +238,29 @@ def test_a_mask_number_that_is_taken_is_refused(taken):
 
     model = small({}).model.model_copy(update={"sublayers": ("attention", "mlp", "other")})
     with (
-        mock.patch.object(describe, "plugin", named),
-        pytest.raises(ValueError, match=rf"other\.residual has the number {taken} of .*another"),
+        mock.patch.object(sublayers, "plugin", named),
+        pytest.raises(InputError, match=rf"other\.residual has the number {taken} of .*another"),
     ):
         describe.layer(model)
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda build: build.sublayer("k", 4, None, None), "has an operator of the type NoneType"),
+        (lambda build: describe.attention(build), "two operators have the name attention.qkv"),
+        (lambda build: exit(), "model.sublayers: other ends the program"),
+    ],
+)
+def test_a_strange_sublayer_is_refused_in_one_line(made, text):
+    def named(group: str, name: str) -> Any:
+        return made if name == "other" else plugin(group, name)
+
+    model = small({"model.block_norm": "post"}).model
+    model = model.model_copy(update={"sublayers": ("attention", "mlp", "other")})
+    with mock.patch.object(sublayers, "plugin", named), pytest.raises(InputError, match=text) as e:
+        describe.layer(model)
+    assert "\n" not in str(e.value)
 
 
 REFUSAL = "it needs whole sequences; legal: parallel.context = 1"
@@ -253,7 +274,7 @@ class WholeSequences(OwnConvolve):
         return REFUSAL if layout.context > 1 else None
 
 
-def of_whole_sequences(build: describe.LayerBuild) -> describe.Sublayer:
+def of_whole_sequences(build: describe.LayerBuild) -> Sublayer:
     return convolution(build, WholeSequences)
 
 
@@ -294,14 +315,14 @@ def test_parts_that_are_not_the_module_are_refused(name):
                 module.tap1.weight = declare(1, (WIDTH, 1), 0.02)
             return module
 
-    def sublayer(build: describe.LayerBuild) -> describe.Sublayer:
+    def sublayer(build: describe.LayerBuild) -> Sublayer:
         return convolution(build, Wrong)
 
     def named(group: str, name: str) -> Any:
         return sublayer if name == "wrong" else plugin(group, name)
 
     model = small({}).model.model_copy(update={"sublayers": ("attention", "mlp", "wrong")})
-    with mock.patch.object(describe, "plugin", named), pytest.raises(InputError, match=message):
+    with mock.patch.object(sublayers, "plugin", named), pytest.raises(InputError, match=message):
         Block(model, TensorAxis(OneRank()), 0, RecomputeConfig())
 
 

@@ -1,6 +1,6 @@
 """The inventory against published formulas, and against what must hold for any sizes."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import pytest
@@ -336,3 +336,47 @@ def test_the_tree_stores_gradients_of_the_step():
         after_it = plain.standing + 3 * plain.gradients
         assert summed.total == max(in_backward, after_it)
         assert (after_it > in_backward) == (length == 16)
+
+
+# A layout, and other values of its fields. A field without other values cannot be changed alone.
+ANY = Layout(2, 2, 4, context=2, micro_size=1, schedule="interleaved", virtual=2, recompute="full")
+OTHERS = {
+    "tensor": 1,
+    "pipeline": 4,
+    "data": 2,
+    "virtual": 4,
+    "micro_size": 2,
+    "schedule": "1f1b",
+    "recompute": "none",
+    "sequence_parallel": True,
+    "scatter_gather": False,
+    "zero": 3,
+    "dp_overlap": True,
+    "recompute_layers": 1,
+    "shard_group": 2,
+    "offload": "optimizer",
+    "partition_activations": True,
+    "first_layers": 1,
+    "context": 1,
+    "context_method": "ulysses",
+    "expert": 2,
+    "expert_tensor": 1,
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Layout)])
+def test_a_layout_asked_before_changes_no_other(field):
+    """Results are cached by the fields that determine them, so no key may lack a field."""
+    config = _small({"model.experts": 4, "model.experts_per_token": 2, "model.bias": False}).model
+    other = replace(ANY, **{field: OTHERS[field]})
+    if field == "schedule":
+        other = replace(other, virtual=1)
+
+    def asked(memory: MemoryModel, layout: Layout) -> list[object]:
+        ranks = tuple(range(layout.pipeline))
+        least = [*memory._least_held(layout, ranks, 4)]
+        return [least, *(memory.peak(layout, rank, 4) for rank in ranks)]
+
+    shared = MemoryModel(config, VOCAB_SIZE, "bf16")
+    asked(shared, ANY)
+    assert asked(shared, other) == asked(MemoryModel(config, VOCAB_SIZE, "bf16"), other)

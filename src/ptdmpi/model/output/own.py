@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.base.errors import InputError
-from ptdmpi.base.plugins import plugin
+from ptdmpi.base.plugins import plugin, users_code
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.output.losses import COUNT, TASK
@@ -147,8 +147,9 @@ class OwnLoss:
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
         """Return a dict with two scalar tensors: the sum of the loss's terms in a microbatch (key
         TASK), and their number (key COUNT). `logits` [s, b, ceil(V/t)] may have padded columns.
-        Raise InputError if the user's function does not return a sum and a count, or if the sum has
-        no gradient although the logits need one."""
+        Raise InputError if the user's function ends the program, if it does not return a sum and a
+        count on the device of the logits, or if the sum has no gradient although the logits need
+        one."""
         share = logits.shape[-1]
         first = self.tensor.rank * share
         own = logits[..., : max(1, self.vocab_size - first)]  # leave out the padded columns
@@ -160,18 +161,34 @@ class OwnLoss:
             tensor=self.tensor,
             context=self.context,
         )
-        result = self.function(inputs)
+        with users_code(self.name):
+            result = self.function(inputs)
+        total, count = self._checked(result, logits.device)
+        if logits.requires_grad and not total.requires_grad:
+            raise InputError(f"{self.name} returned a sum that has no gradient")
+        total = _CountedOnce.apply(total, self.tensor.size)
+        return {TASK: total, COUNT: count.to(total.dtype)}
+
+    def _checked(self, result: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the user's `result`: the sum, a scalar tensor, and the count, a scalar tensor in
+        float64. Raise InputError if it is anything else."""
         if not (isinstance(result, tuple) and len(result) == 2):
             raise InputError(f"{self.name} returned {type(result).__name__}, not (sum, count)")
         total, count = result
         if not (isinstance(total, Tensor) and isinstance(count, Tensor | Real)):
             kinds = f"({type(total).__name__}, {type(count).__name__})"
             raise InputError(f"{self.name} returned {kinds}; legal: a tensor and a number")
-        if total.dim():
-            shape = list(total.shape)
-            raise InputError(f"{self.name} returned a sum of shape {shape}, not one sum")
-        if logits.requires_grad and not total.requires_grad:
-            raise InputError(f"{self.name} returned a sum that has no gradient")
-        total = _CountedOnce.apply(total, self.tensor.size)
-        count = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
-        return {TASK: total, COUNT: count.to(total.dtype)}
+        if total.dim() or not total.is_floating_point():
+            shape = f"{str(total.dtype).removeprefix('torch.')} of shape {list(total.shape)}"
+            raise InputError(f"{self.name} returned a sum of {shape}, not one floating-point sum")
+        if total.device != device:
+            raise InputError(f"{self.name} returned a sum on {total.device}; legal: on {device}")
+        if isinstance(count, Tensor):
+            if count.numel() != 1 or count.device != device or count.is_complex():
+                shape = f"{list(count.shape)} on {count.device}"
+                raise InputError(f"{self.name} returned a count of shape {shape}, not one number")
+            return total, count.detach().reshape(()).to(torch.float64)
+        try:
+            return total, torch.tensor(float(count), dtype=torch.float64, device=device)
+        except OverflowError as error:
+            raise InputError(f"{self.name} returned a count that is too large: {error}") from None

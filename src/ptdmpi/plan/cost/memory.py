@@ -21,7 +21,7 @@ from ptdmpi.config.precision import FLOAT32, PRECISIONS
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.cost import tree
 from ptdmpi.plan.cost.footprint import Footprint
-from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
+from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, activation_key, segments
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
@@ -428,10 +428,9 @@ class MemoryModel:
 def _flight_key(layout: Layout, microbatches: int) -> tuple[object, ...]:
     """Return the settings that determine the memory of a pipeline rank's ops. Sharding is not among
     these settings, so a search that tries several shardings of a layout reuses the result."""
-    axes = (layout.tensor, layout.context, layout.dealing, layout.pipeline)
-    sizes = (*axes, layout.virtual, layout.micro_size)
-    how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
-    return *sizes, *how, layout.first_layers, microbatches
+    sizes = (layout.dealing, layout.pipeline, layout.virtual, layout.first_layers)
+    how = (layout.schedule, layout.recompute, layout.recompute_layers)
+    return activation_key(layout), *sizes, *how, microbatches
 
 
 def _beside(

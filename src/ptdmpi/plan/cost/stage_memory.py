@@ -109,6 +109,21 @@ class ActivationKey(NamedTuple):
     sends: bool
 
 
+def activation_key(layout: Layout) -> ActivationKey:
+    """Return the settings of `layout` that determine the activations of a stage."""
+    return ActivationKey(
+        tensor=layout.tensor,
+        context=layout.context,
+        context_method=layout.context_method,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        micro_size=layout.micro_size,
+        sequence_parallel=layout.sequence_parallel,
+        partition_activations=layout.partition_activations,
+        sends=layout.pipeline > 1,
+    )
+
+
 class StageMemory:
     """The numbers of bytes and of parameters in the stages of one model. The program `software`
     trains the model in the compute type `precision`, on CPUs if `on_host` is True and on GPUs
@@ -336,18 +351,7 @@ class StageMemory:
     def parts(self, layout: Layout) -> PartBytes:
         """Return the bytes of activations for each part of a model that a stage of `layout` may
         contain."""
-        key = ActivationKey(
-            tensor=layout.tensor,
-            context=layout.context,
-            context_method=layout.context_method,
-            expert=layout.expert,
-            expert_tensor=layout.expert_tensor,
-            micro_size=layout.micro_size,
-            sequence_parallel=layout.sequence_parallel,
-            partition_activations=layout.partition_activations,
-            sends=layout.pipeline > 1,
-        )
-        return self._parts(key)
+        return self._parts(activation_key(layout))
 
     def _counted(self, key: ActivationKey) -> PartBytes:
         """Compute the bytes that the method `parts` returns, for all layouts with the settings

@@ -17,8 +17,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ptdmpi.base.errors import InputError
-from ptdmpi.base.plugins import plugin
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import EXPERTS, targets_of
 from ptdmpi.config.kinds import LayerKind
@@ -41,21 +39,15 @@ from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Table
 from ptdmpi.plan.layer.products import Multiply
+from ptdmpi.plan.layer.sublayer import (
+    Sublayer,
+    made,
+    require_operators,
+    require_own_masks,
+    require_own_names,
+)
 
 WORD_TABLE = "word"  # Name of the vocabulary's table, which a tied head shares.
-# Number of a dropout mask in a layer -> name of the tensor to which dropout is applied. (The masks
-# before residual sums have the numbers `AddResidual.place`.) `RandomStream.at` computes a mask from
-# its number.
-OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
-
-
-@dataclass(frozen=True)
-class Sublayer:
-    """A list of operators, in order. The first operator reads the residual stream "x", and the last
-    operator writes the new residual stream "x"."""
-
-    name: str
-    operators: tuple[Operator, ...]
 
 
 @dataclass(frozen=True)
@@ -106,8 +98,10 @@ class LayerBuild:
         f(x)) (Vaswani et al. 2017, BERT); and "sandwich": x + norm(f(norm(x))) (Ding et al. 2021,
         arXiv 2105.13290). With "post", no norm precedes the operators, so the first operator is
         changed to read the residual stream, "x". `place` is the number of the sublayer's dropout
-        mask. No other mask of the layer may have this number (`OTHER_MASKS`).
+        mask. No other mask of the layer may have this number (`OTHER_MASKS`). Raise InputError if
+        `operators` is empty, or has an object that is no operator.
         """
+        require_operators(name, operators)
         residual = AddResidual(
             name=f"{name}.residual",
             inputs=("x", "y"),
@@ -274,18 +268,10 @@ def layer_of(model: ModelConfig, kind: LayerKind) -> tuple[Sublayer, ...]:
     """Return the sublayers of a layer of kind `kind` (with or without experts, with or without a
     backward)."""
     build = LayerBuild(model, model.adapt.adapts and not kind.idle, kind.mixes)
-    sublayers = tuple(_made(SUBLAYERS.get(name, name), build) for name in model.sublayers)
-    _require_own_masks(sublayers)
+    sublayers = tuple(made(SUBLAYERS.get(name, name), build) for name in model.sublayers)
+    require_own_names(sublayers)
+    require_own_masks(sublayers)
     return _with_norms_of_sums(sublayers)
-
-
-def _made(name: str, build: LayerBuild) -> Sublayer:
-    """Return the sublayer that the function with the name `name` makes. Raise InputError if the
-    result is not a sublayer."""
-    made = plugin("sublayers", name)(build)
-    if not isinstance(made, Sublayer):
-        raise InputError(f"model.sublayers: {name} returned {type(made).__name__}, not a Sublayer")
-    return made
 
 
 def _with_norms_of_sums(sublayers: Iterable[Sublayer]) -> tuple[Sublayer, ...]:
@@ -302,19 +288,6 @@ def _with_norms_of_sums(sublayers: Iterable[Sublayer]) -> tuple[Sublayer, ...]:
             before = row
         marked.append(replace(sublayer, operators=tuple(rows)))
     return tuple(marked)
-
-
-def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
-    """Raise ValueError if two dropout masks of a layer have the same number, because masks with the
-    same number have the same values."""
-    users = dict(OTHER_MASKS)
-    for sublayer in sublayers:
-        for row in sublayer.operators:
-            if isinstance(row, AddResidual) and users.setdefault(row.place, row.name) != row.name:
-                raise ValueError(
-                    f"the dropout mask of {row.name} has the number {row.place} of "
-                    f"{users[row.place]}: give its sublayer another `place`"
-                )
 
 
 def norm_part(

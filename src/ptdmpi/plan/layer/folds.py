@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.layout import ON_ONE_RANK, Dealing
 from ptdmpi.plan.layer.account import Item, Message, Phase, kept, total_bytes
-from ptdmpi.plan.layer.describe import Sublayer
 from ptdmpi.plan.layer.elementwise import Normalize
 from ptdmpi.plan.layer.low_bit import CHUNK_BYTES, chunk_elements
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Part
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
+from ptdmpi.plan.layer.sublayer import Sublayer
 
 Rows = Sequence[Operator]
 

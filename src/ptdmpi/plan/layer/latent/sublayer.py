@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer.attention.core import Attend
 from ptdmpi.plan.layer.attention.exchange import DealHeads, GatherKeys, JoinHeads
-from ptdmpi.plan.layer.describe import LayerBuild, Sublayer, norm_part
+from ptdmpi.plan.layer.describe import LayerBuild, norm_part
 from ptdmpi.plan.layer.latent.operators import (
     EXPANSION,
     ExpandLatents,
@@ -16,6 +16,7 @@ from ptdmpi.plan.layer.latent.operators import (
 )
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear
+from ptdmpi.plan.layer.sublayer import Sublayer
 
 
 def latent_attention(build: LayerBuild) -> Sublayer:

@@ -25,8 +25,8 @@ class Sizes:
     `precision` is the compute type, for example "bf16" or "fp32". `software` describes the training
     program, and `on_host` is True if the model runs on a CPU. `predictions` is the number of
     positions of a sample that the head predicts; if it is None, the number follows from the default
-    fraction. If `by_source` is True, experts compute the tokens of each source rank separately
-    (`Layout.computes_by_source`).
+    fraction of masked positions. If `by_source` is True, experts compute the tokens of each source
+    rank separately (`Layout.computes_by_source`).
     """
 
     model: ModelConfig

@@ -116,7 +116,7 @@ class StageMemory:
 
     A result that is the same for several layouts is computed only once. `runs_of` returns the runs
     of equal layers in a range of layers. `layers_of` returns the layers of each stage of a `Cut`.
-    `elements_of` returns the result of `parameters.rank_elements` for (cut, tensor, pipeline rank).
+    `elements_of` returns three numbers of parameters of a pipeline rank (`_counted_elements`).
     """
 
     def __init__(

@@ -282,9 +282,9 @@ class StepTraffic:
         If several shard groups have copies of the same shards, each shard of the gradients is also
         summed over these groups. If experts are distributed over ranks, the gradients of all other
         parameters are also summed over ranks with different experts. To compute the norm of all
-        gradients, the ranks gather the norms of rows of gradients. If the optimizer updates whole
-        matrices, the slices of a matrix are sent to the rank that updates the matrix, and the
-        updated slices are sent back.
+        gradients, the ranks gather one norm for each `ALIGNMENT` gradients. If the optimizer
+        updates whole matrices, the slices of a matrix are sent to the rank that updates the matrix,
+        and the updated slices are sent back.
         """
         layout, m, shards = self.layout, self.microbatches, self.layout.shards
         if self.method.reproducible:

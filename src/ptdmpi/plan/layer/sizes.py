@@ -93,8 +93,9 @@ class Sizes:
     @property
     def priced_heads(self) -> tuple[int, int]:
         """Return the numbers of query heads and of key heads from which the computing time of a
-        tensor-parallel rank is predicted. If there are more tensor-parallel ranks than key heads,
-        each rank counts one key head."""
+        tensor-parallel rank is predicted. Unlike `local_heads`, they are rounded down, so no time
+        is counted for padded heads. If there are more tensor-parallel ranks than key heads, each
+        rank counts one key head."""
         tensor = self.layout.tensor
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 

@@ -90,13 +90,14 @@ class HeldParts:
         data-parallel ranks send in one message.
 
         Numbers of elements are rounded up so that a unit can be divided into `shards` equal shards.
-        If `apart` is False, all parts form one unit. If `apart` is True (for ZeRO 2 and 3, and for
-        exchanges that overlap with the forward), each layer, the embedding and the head are
-        separate units. A tied table is a separate unit if there are several shards. If a rank has
-        both the embedding and the head, the gradient from the head is always a separate unit
-        without weights (`SECOND`). If experts are distributed over ranks, they are in separate
-        units (see `of_experts`). If `trains` is False, the units contain the frozen weights that
-        ZeRO 3 gathers, and their names begin with "frozen". Quantized weights are in no unit.
+        If `apart` is False, all parts form one unit, with the exceptions below. If `apart` is True
+        (for ZeRO 2 and 3, and for exchanges that overlap with the forward), each layer, the
+        embedding and the head are separate units. A tied table is a separate unit if there are
+        several shards. If a rank uses a tied table both as embedding and as head, the table's
+        gradient from the head is always a separate unit without weights (`SECOND`). If experts are
+        distributed over ranks, they are in separate units (see `of_experts`). If `trains` is False,
+        the units contain the frozen weights that ZeRO 3 gathers, and their names begin with
+        "frozen". Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}

@@ -5,8 +5,10 @@ Parameters are counted from the same list of operators from which the model is b
 (`plan.shape.parameters`). Activations are counted by `plan.cost.stage_memory`. The number of
 microbatches in flight comes from the order of the schedule's ops (`plan.schedule.flight`). Sharded
 state is counted as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 5), but with a float32
-copy of the gradient if gradients are summed in fp16 or bf16. With S shards and 16-bit weights, a
-parameter takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
+copy of the gradient if gradients are summed in fp16 or bf16. For example, let weights be in a
+16-bit type (2 bytes), and let gradients be summed in float32 (4 bytes). AdamW has 12 bytes of state
+(two moments and a master weight). With S shards, a parameter then takes 2 + 4 + 12/S bytes under
+ZeRO 1, 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
 from collections.abc import Iterator, Mapping
@@ -139,8 +141,9 @@ class MemoryModel:
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """Return pipeline ranks that include the rank with the highest peak. With some schedules,
         an earlier rank holds at least as many microbatches as a later rank (`earlier_holds_more`).
-        Among ranks with equal stages, the first rank then needs the most memory, so the result has
-        only this rank (see `_counted_distinct`). With other schedules, the result has all ranks."""
+        Among ranks with equal stages, the first rank then needs the most memory. So for each group
+        of ranks with equal stages, the result has only the first rank. With other schedules, the
+        result has all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)

@@ -53,8 +53,8 @@ class Step:
         nodes: int = 1,
     ) -> "Step":
         """Return the `Step` of a complete configuration (a result of `resolve`) on `nodes` nodes.
-        `kernels` has the fields of `Software` that the run's kernels set. `on_host` is True if the
-        model is trained on CPUs."""
+        `kernels` has the fields of `Software` that depend on the kernels of the run, such as
+        `wide_products`. `on_host` is True if the model is trained on CPUs."""
         memory = MemoryModel.of(config, vocab_size, kernels=kernels, on_host=on_host, nodes=nodes)
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))

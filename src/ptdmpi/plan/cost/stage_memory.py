@@ -131,7 +131,7 @@ class StageMemory:
 
     A result that is the same for several layouts is computed only once. `runs_of` returns the runs
     of equal layers in a range of layers. `layers_of` returns the layers of each stage of a `Cut`.
-    `elements_of` returns the result of `parameters.rank_elements` for (cut, tensor, pipeline rank).
+    `elements_of` returns three numbers of parameters of a pipeline rank (`_counted_elements`).
     """
 
     def __init__(
@@ -332,7 +332,9 @@ class StageMemory:
         adjacent places if frozen elements are included.
 
         The first two maxima are over trained elements only. Two places are in memory at the same
-        time: the current place and the next place (`plan.schedule.places`).
+        time: the current place and the next place (`plan.schedule.places`). DeepSpeed of 2021
+        gathers one tensor at a time, so for it all three numbers are the elements of the first
+        linear layer of the MLP.
         """
         if self.software.zero_unit == "tensor":
             up = parameters.first_linear(self.model)
@@ -415,9 +417,9 @@ class StageMemory:
 
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
-    """Return the peak memory, in bytes, of the forward of a layer that has no backward, without the
-    bytes that the stage keeps for the microbatch. The caller adds the kept bytes. The result is at
-    least 0."""
+    """Return the number of bytes by which the forward of a layer without a backward exceeds the
+    bytes that the stage keeps for a microbatch. The result is the maximum over such layers of the
+    stage. It is 0 if the stage has no such layer, or if the kept bytes are more."""
     layers = memory.runs_of(memory.split(layout)[stage])
     idle = {trained_kind(run.kind) for run in layers if run.kind.idle}
     if not idle:

@@ -58,9 +58,14 @@ class StepTraffic:
 
     `predictions` is the number of masked positions of a sample. If `predictions` is None, the
     number follows from the default fraction of masked positions. `method` describes the messages of
-    data-parallel ranks; by default they sum the gradients once. All counts are exact, with two
-    exceptions: the bytes of codes (compressed gradients), whose length depends on random draws and
-    on the division of parameters, and the bytes of tokens that are sent to experts.
+    data-parallel ranks; by default they sum the gradients once.
+
+    The counts are exact, except in these cases:
+    - Codes (compressed gradients): their length depends on random draws and on the division of
+      parameters.
+    - Tokens that are sent to experts: their number depends on the router.
+    - Sums of gradients over the tensor axis, if the state is sharded (see `of` and
+      `_same_experts`).
     """
 
     def __init__(
@@ -95,9 +100,10 @@ class StepTraffic:
 
     @property
     def is_exact(self) -> bool:
-        """Return True if the counts of bytes and messages equal those of a run exactly. If experts
-        are distributed over ranks, the number of tokens that a rank sends depends on the router.
-        The counts then assume that all experts get equally many tokens."""
+        """Return False if the run sends codes, or if experts are distributed over ranks. The number
+        of tokens that a rank sends to experts depends on the router, and the counts assume that all
+        experts get equally many tokens. Otherwise return True; the counts then equal those of a
+        run, except that sharded sums over the tensor axis are not exact (see `of`)."""
         return not encodes(self.method.section) and self.layout.expert == 1
 
     def assumption(self, group: str, kind: str) -> str:
@@ -115,10 +121,11 @@ class StepTraffic:
         communicator.
 
         `rank`, `shard` and `data` are the coordinates of the rank on the pipeline axis, in its
-        shard group (ranks that divide one copy of the state) and on the data axis. For some
-        parameters, each tensor rank computes only a summand of the gradient, and the tensor ranks
-        sum these. All elements of these gradients are counted, also if gradients are sharded and a
-        rank sums only its own shard.
+        shard group (ranks that divide one copy of the state) and on the data axis.
+
+        For some parameters, each tensor rank computes only a summand of the gradient, and the
+        tensor ranks sum these summands. If the state is sharded, a rank sums only its own shard of
+        such a gradient, but the result counts all elements, so it is too large.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -275,9 +282,9 @@ class StepTraffic:
         If several shard groups have copies of the same shards, each shard of the gradients is also
         summed over these groups. If experts are distributed over ranks, the gradients of all other
         parameters are also summed over ranks with different experts. To compute the norm of all
-        gradients, the ranks gather the norms of rows of gradients. If the optimizer updates whole
-        matrices, the slices of a matrix are sent to the rank that updates the matrix, and the
-        updated slices are sent back.
+        gradients, the ranks gather one norm for each `ALIGNMENT` gradients. If the optimizer
+        updates whole matrices, the slices of a matrix are sent to the rank that updates the matrix,
+        and the updated slices are sent back.
         """
         layout, m, shards = self.layout, self.microbatches, self.layout.shards
         if self.method.reproducible:

@@ -7,7 +7,7 @@ from functools import cache
 def nodes_of(leaves: int, first: int, end: int) -> int:
     """Return the smallest number of nodes of the binary tree over `leaves` leaves that together
     cover exactly the leaves `first` to `end` - 1. A node covers the leaves below it. If a node has
-    no sibling, the node and its parent count as one."""
+    no sibling, its parent has the same sum, so the two count as one node."""
     nodes = 0
     while first < end:
         span = 1

@@ -61,7 +61,8 @@ class UpdateTimes:
         """Return the seconds that Muon needs to update all matrices that a rank orthogonalizes,
         which `some` describes. The result includes the exchange of slices of the matrices with the
         other ranks of the shard group (ranks that divide one copy of the state), before and after
-        the update."""
+        the update. `group` has the ranks of the tensor axis, and `shards` those of the shard
+        group."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [

@@ -5,9 +5,10 @@ An operator (`operator.py`) returns its costs as lists of kernels, messages and 
 `plan.cost.layer` computes the times of the kernels and messages on a cluster. `folds.py` adds up
 the bytes of the tensors and messages.
 
-The predicted time leaves out some small kernels (`priced` is False), which count only in the number
-of launches. Their time is already part of the predicted times of the other kernels, because the
-efficiencies of the other kernels were fitted to published times of whole layers.
+The predicted time leaves out some small kernels (`priced` is False) and the host's time to launch
+these kernels. They count only in the number of launches (`LayerTimes.launches`). The time of these
+kernels is already part of the predicted times of the other kernels, because the efficiencies of the
+other kernels were fitted to published times of whole layers.
 """
 
 from collections.abc import Iterable
@@ -113,12 +114,11 @@ class Message:
     activation.
 
     `whole_bytes` is the size that `base.traffic` calls x: the bytes that a rank has before an
-    all-reduce or a reduce-scatter, or after an all-gather; for an all-to-all, the bytes that a rank
-    sends to other ranks. `behind` has the
-    kernels that run at the same time as the message on clusters that overlap kernels and messages.
-    `pieces` is the number of smaller messages into which Megatron-LM of 2021 splits this message;
-    each of these messages has its own latency. `to_next` is True for an all-to-all in which each
-    rank sends the whole tensor to the next rank.
+    all-reduce or a reduce-scatter, or after an all-gather. For an all-to-all, it is the bytes that
+    a rank sends to other ranks. `behind` has the kernels that run at the same time as the message
+    on clusters that overlap kernels and messages. `pieces` is the number of smaller messages into
+    which Megatron-LM of 2021 splits this message; each of these messages has its own latency.
+    `to_next` is True for an all-to-all in which each rank sends the whole tensor to the next rank.
     """
 
     collective: Collective

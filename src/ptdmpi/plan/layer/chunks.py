@@ -15,12 +15,16 @@ NORM_ROWS = 16
 NORM_PROGRAMS = 256  # Largest number of such partial sums.
 QUERY_BLOCK = 128  # Number of queries in a block. The scores of a block are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
-# On a CPU, PyTorch's kernel computes the gradients of a run of consecutive queries and of their own
-# keys in one call if the run has at least this number of positions. From 768 queries on, the kernel
-# divides them into blocks of 256 instead of 64. For 8 heads of size 64, in milliseconds on one
-# thread of a Xeon with AMX, for blocks of 128 queries and for one call: with 512 positions 8.3, 9.2
-# in float32 and 12.3, 7.8 in bfloat16; with 768: 16.9, 14.2 and 26.2, 11.1; with 4096: 540, 305 and
-# 629, 233.
+# In the backward of causal attention on a CPU, PyTorch's kernel is called once for a run of
+# consecutive queries and the keys at the same positions, if the run has at least WHOLE_RUN
+# positions. A shorter run is divided into blocks of QUERY_BLOCK queries, with one call for each
+# block. From 768 queries on, the kernel itself works on 256 queries at a time instead of 64. The
+# following times are milliseconds on one thread of a Xeon with AMX, for 8 heads of size 64, as
+# (calls for blocks of 128 queries, one call):
+#     positions   float32         bfloat16
+#     512         8.3, 9.2        12.3, 7.8
+#     768         16.9, 14.2      26.2, 11.1
+#     4096        540, 305        629, 233
 WHOLE_RUN = 768
 
 
@@ -41,9 +45,10 @@ def norm_programs(rows: int) -> int:
 def scores_at_once(
     queries: int, keys: int, *, heads: int, group: int, most: int = QUERY_BLOCK
 ) -> int:
-    """Return the number of scores that are computed at once for a block of at most `most` of
-    `queries` queries. If a block has at most BLOCK_SCORES scores over all `heads` heads, all heads
-    are computed at once. Otherwise, as many heads as BLOCK_SCORES allows are computed at once, but
-    at least the `group` query heads that share a key head."""
+    """Return the number of attention scores that are computed at once. The `queries` queries are
+    divided into blocks of at most `most` queries, and each query of a block has `keys` keys. If a
+    block has at most BLOCK_SCORES scores over all `heads` heads, all heads are computed at once.
+    Otherwise, as many heads as BLOCK_SCORES allows are computed at once, but at least the `group`
+    query heads that share a key head."""
     block = min(most, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

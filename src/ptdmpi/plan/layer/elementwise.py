@@ -82,8 +82,9 @@ class Normalize(Operator):
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the passes of the backward for output y and input x. One pass reads dy and x and
-        writes dx. One pass reads dy and x to compute the gradients of the weights. One pass sums
-        the gradients of the input and the residual."""
+        writes dx. One pass reads dy and x to compute the gradients of the weights. If the input is
+        also the residual (`joins`), a third pass adds the gradient of the residual to dx. If it is
+        not, the first two passes are counted as one kernel."""
         if sizes.by_triton("norm"):
             yield from self._backward_by_triton(sizes)
             return

@@ -304,8 +304,9 @@ class CrossEntropy(Operator):
             yield Message("all_reduce", 2 * size, pieces=2)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the logits, and the maximum and sum of exponentials of each row. Megatron-LM of
-        2021, and losses over classes, keep the probabilities in float32 instead."""
+        """Yield the logits, and three numbers for each row: its largest logit, its sum of
+        exponentials, and the weight of its token in the loss. Megatron-LM of 2021, and losses over
+        classes, keep the probabilities in float32 instead."""
         logits = self.logits(sizes)
         if sizes.fused_attention and self.split:
             yield Item("loss.logits", logits, sizes.compute_bytes)
@@ -320,7 +321,8 @@ class CrossEntropy(Operator):
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the chunk of logits that is converted to float32 at a time. The
         gradient overwrites the logits. With a soft cap, the gradient is a separate tensor, whose
-        bytes are added."""
+        bytes are added. A kernel in Triton needs no chunk. A loss over classes, and Megatron-LM of
+        2021, convert all logits at once, so for them whole tensors are counted."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         logits = self.logits(sizes)
         if not self.split:

@@ -166,8 +166,8 @@ class MixExperts(Operator):
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
         """Return (number of segments that a rank computes one after the other, number of rows of
         each of them), under the assumption that all segments have equally many rows. A segment has
-        the rows of one of the rank's experts, or, if `sizes.by_source` is True, its rows from one
-        source rank."""
+        the rows of one of the rank's experts, or, if `sizes.by_source` is True, only those rows of
+        the expert that come from one source rank."""
         pairs = self._pairs(sizes)
         each = 1 if sizes.by_source else sizes.layout.expert
         used = min(self.count // each, pairs)
@@ -418,9 +418,10 @@ class MixExperts(Operator):
         is added to the sum of gradients. In the worst case, the expert has all tokens of the
         microbatch. If the gradient has the type of the sum, the matrix product adds it directly to
         the sum, and no bytes are needed. There is one exception: if an expert computes the tokens
-        of each sending rank separately, each gradient is stored completely before it is added. This
-        exception depends on the number of microbatches, but the memory of a layout is predicted for
-        any number of microbatches. So the bytes count in all layouts with distributed experts."""
+        of each sending rank separately, each gradient is stored completely before it is added. The
+        number of microbatches decides whether experts do so (`Layout.computes_by_source`). The
+        prediction must be enough in both cases, so it counts these bytes in all layouts with
+        distributed experts."""
         return max((self._adding(sizes, shape) for shape in self._matrices(sizes)), default=0)
 
     def _adding(self, sizes: Sizes, shape: tuple[int, int]) -> int:

@@ -46,8 +46,8 @@ class Operator:
 
     def held(self, dealing: Dealing) -> dict[str, Part]:
         """Return those `parts` of the operator that one rank has if `dealing` distributes experts
-        over ranks. The result has the names of the parts on the first rank; the other ranks have
-        parts of the same shapes.
+        over ranks. Ranks with different experts have parts of the same shapes under different
+        names. The keys of the result are the names on the first rank.
         """
         return self.parts()
 
@@ -107,8 +107,8 @@ class Operator:
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
         """Return True if the operator keeps a tensor that is complete only at the end of its
-        forward. In this case, the recomputation of the operator includes all its kernels and
-        messages."""
+        forward. Full recomputation must then run all kernels and messages of the operator. It stops
+        after the last operator of a layer that keeps such a tensor (`folds.recomputed`)."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
@@ -119,7 +119,8 @@ class Operator:
     def forward_bytes(self, sizes: Sizes) -> int:
         """Return the most bytes that the operator's forward needs if there is no backward: the
         bytes of its inputs, its outputs, and copies of them. Operators that make no copies need not
-        override this method."""
+        override this method, because `folds.idle_bytes` also counts the tensors that the layer
+        would keep for a backward."""
         return 0
 
     def backward_bytes(self, sizes: Sizes) -> int:
@@ -137,9 +138,9 @@ class Operator:
         return 0
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the input that the operator keeps for its backward. This input is
-        freed as soon as the backward of the previous operator has used the gradient of the
-        input."""
+        """Return the bytes of the input that the operator keeps for its backward. During the
+        operator's backward, the gradient of the input replaces the input in memory. The gradient is
+        freed when the backward of the previous operator has used it."""
         return 0
 
     def excess_bytes(self, sizes: Sizes) -> int:

@@ -247,9 +247,9 @@ class Multiply(Operator):
             yield Item(f"{self.name}.adapter{number}", rows * width, sizes.compute_bytes)
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """Return True if full recomputation must run this operator to its end, because only then
-        the operator saves a tensor for the backward. A row-parallel linear layer saves the input
-        that an adapter has scaled before the matrix product, so this input alone does not count."""
+        """Return True if full recomputation must run this operator to its end: if a gradient needs
+        the input of the linear layer, or if adapters scale its outputs. Adapters that scale the
+        input do not count, because the input is saved before the matrix product begins."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
     def _input_items(self, sizes: Sizes) -> Iterator[Item]:

@@ -25,8 +25,8 @@ class Sizes:
     `precision` is the compute type, for example "bf16" or "fp32". `software` describes the training
     program, and `on_host` is True if the model runs on a CPU. `predictions` is the number of
     positions of a sample that the head predicts; if it is None, the number follows from the default
-    fraction. If `by_source` is True, experts compute the tokens of each source rank separately
-    (`Layout.computes_by_source`).
+    fraction of masked positions. If `by_source` is True, experts compute the tokens of each source
+    rank separately (`Layout.computes_by_source`).
     """
 
     model: ModelConfig
@@ -93,8 +93,9 @@ class Sizes:
     @property
     def priced_heads(self) -> tuple[int, int]:
         """Return the numbers of query heads and of key heads from which the computing time of a
-        tensor-parallel rank is predicted. If there are more tensor-parallel ranks than key heads,
-        each rank counts one key head."""
+        tensor-parallel rank is predicted. Unlike `local_heads`, they are rounded down, so no time
+        is counted for padded heads. If there are more tensor-parallel ranks than key heads, each
+        rank counts one key head."""
         tensor = self.layout.tensor
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 

@@ -8,9 +8,9 @@ from ptdmpi.base.plugins import plugin, users_code
 from ptdmpi.plan.layer.elementwise import AddResidual
 from ptdmpi.plan.layer.operator import Operator
 
-# Number of a dropout mask in a layer -> name of the tensor to which dropout is applied. (The masks
-# before residual sums have the numbers `AddResidual.place`.) `RandomStream.at` computes a mask from
-# its number.
+# Number of a dropout mask in a layer -> name of the tensor to which dropout is applied, for all
+# masks except those before residual sums (`AddResidual.place`). `RandomStream.at` computes a mask
+# from its number, so each mask of a layer needs its own number.
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 

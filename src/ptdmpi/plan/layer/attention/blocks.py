@@ -61,9 +61,9 @@ def product_bytes(sizes: Sizes, backward: bool) -> int:
     The forward has copies of queries and keys in float32 or float64, and a copy of values. In
     addition to these copies, the backward has copies of queries, keys and output gradients in their
     own type, and the gradients of queries, keys, values and outputs. The gradients of keys and
-    values are in float32 or float64. For one block of queries, scores are in float32 or float64,
-    the gradients of scores in the type of matrix products, and probabilities in the type of the
-    operands.
+    values are in float32 or float64. In addition, the memory holds the scores of one block of
+    queries in float32 or float64, their probabilities in the type of queries and keys, and, in a
+    backward, the gradients of both in the type of matrix products.
     """
     block = _product_block(sizes, backward)
     if not block:

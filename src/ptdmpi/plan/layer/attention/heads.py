@@ -116,11 +116,12 @@ class SplitHeads(Operator):
         """Return the working bytes of the backward: the bytes of the gradient of the input, and of
         the tensors that the backwards of the rotation and of the norms need.
 
-        The gradients of queries and keys are joined before the backward of a rotation, which writes
-        two tensors of the same size (in Triton, one). The backward of the queries' norm comes last,
-        while the gradients of queries and keys are also in memory. For a program without
-        FlashAttention (Megatron-LM of 2021) the result is 0, because the published list of a
-        layer's tensors (Korthikanti et al. 2022) does not include these tensors.
+        The gradients of queries and keys are joined in one tensor before the backward of the
+        rotation. This backward writes two more tensors of the same size (in Triton, one). If there
+        are norms, the backward of the queries' norm comes last, and the gradients of queries and
+        keys are still in memory at that time. For a program without FlashAttention (Megatron-LM of
+        2021) the result is 0, because the published list of a layer's tensors (Korthikanti et al.
+        2022) does not include these tensors.
         """
         if not sizes.fused_attention:
             return 0

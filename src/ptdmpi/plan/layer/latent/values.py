@@ -2,9 +2,9 @@
 
 PyTorch's CPU kernel of attention, and FlashAttention on a GPU, need values of the size of keys.
 These kernels get values that are filled up with zeros, and the zeros are cut off from the outputs.
-The filled tensors are not kept for the backward, which fills up values, outputs and gradients
-again. Only FlashAttention with a sliding window keeps the filled tensors. All other kernels compute
-with values that are not filled up.
+FlashAttention with a sliding window keeps the filled tensors for its backward. Without a window,
+and on a CPU, the filled tensors are freed, and the backward fills up values, outputs and gradients
+again. Other kernels of attention need no zeros.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""The tensors of a microbatch, the copy of microbatches to the device while the device computes,
-and the state of a microbatch on its way through the pipeline stages of a rank."""
+"""The tensors of a microbatch (`Microbatch`), the state of a microbatch on its way through the
+pipeline stages of a rank (`MicrobatchPass`), and the transfer of microbatches to the device
+(`Placing`)."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from ptdmpi.model.documents import Documents, Pairs
 from ptdmpi.model.sequence.ahead import TokensAhead
 from ptdmpi.model.sequence.positions import Positions
 
-# the memory of a slot (`_Slot`) has many tensors; each of them begins at a multiple of this number
+# in the memory of a slot (`_Slot`), each tensor begins at a multiple of this number of bytes
 ALIGNMENT_BYTES = 256
 
 
@@ -36,17 +37,19 @@ class Microbatch:
     are token ids. `weights` [s, b] are the weights of the labels (None if all are 1), and `samples`
     [b] are the global sample numbers.
 
-    Labels are already shifted by one token relative to inputs, so the label of an input has the
-    same position. A rank of the context axis can therefore select the same positions of both.
-    `ptdmpi.inference.tensors` makes a microbatch from rows of a dataset.
+    If the model predicts the next token, `labels` is already shifted by one token: the label at
+    position i is the token after the input at position i. A rank of the context axis can therefore
+    select the same positions of inputs and labels. `ptdmpi.inference.tensors` makes a microbatch
+    from rows of a dataset.
 
     `documents` is None unless a sequence contains several documents. In a masked language model
     with k masked positions in a sequence, labels and weights [k, b] belong to the `masked`
-    positions [k, b]. `types` [s, b] are the segment numbers (token types) of a model such as BERT,
-    and `order` [b] is 0 for segments in their original order, 1 for swapped segments, and -1 for a
-    single segment. `pairs` are the pairs of answers that a preference loss compares. `teacher` has
-    the stored outputs of a teacher model for the labels, if the run distills a teacher. `ahead` has
-    the tokens of the modules for multi-token prediction, if the run trains such modules.
+    positions [k, b]. In a model such as BERT, a sequence has one or two segments. `types` [s, b]
+    are the segment numbers (token types) of the tokens. `order` [b] is 0 for two segments in their
+    original order, 1 for two swapped segments, and -1 for a single segment. `pairs` are the pairs
+    of answers that a preference loss compares. `teacher` has the stored outputs of a teacher model
+    for the labels, if the run distills a teacher. `ahead` has the tokens of the modules for
+    multi-token prediction, if the run trains such modules.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. Both numbers are computed on the host when the microbatch
@@ -154,10 +157,11 @@ class MicrobatchPass:
     the results of its ops.
 
     `number` is the microbatch's number in the schedule. `step` is the number of the training step,
-    which determines the dropout masks; None means evaluation, without dropout. The total loss, a
-    weighted sum of losses, is multiplied by `scale` before its gradient is computed: `scale` is 1 /
-    (number of tokens of the global batch that count in the loss), times the loss scale of fp16.
-    `weights` has the weight of each loss by name, except the first loss, whose weight is 1.
+    which determines the dropout masks; None means evaluation, without dropout. The total loss is a
+    weighted sum of losses. Before its gradient is computed, the total loss is multiplied by
+    `scale`. `scale` is the loss scale (1 unless the precision is fp16), divided by the number of
+    terms, such as tokens, of the task's loss in the global batch. `weights` has the weight of each
+    loss by name, except the first loss, whose weight is 1.
 
     The last stage sets two fields: `losses` (each loss by name, summed over the microbatch) and
     `total` (the weighted sum of these losses).
@@ -205,10 +209,10 @@ class _Slot:
 
 class Placing:
     """The transfer of microbatches from the host to a device. All microbatches of a step are
-    transferred in one copy. Two slots of memory (`_Slot`) are used in turn: while the device
-    computes with one slot, the host fills the other one, so that neither the device nor the host
-    waits. A tensor that `place` has returned may be used only by kernels that are started before
-    the next call of `place`. If the device is the host, nothing is copied."""
+    transferred in one copy. Two slots of memory (`_Slot`) are used in turn. While the device
+    computes with one slot, the host fills the other slot, so neither the device nor the host waits.
+    A tensor that `place` has returned may be used only by kernels that are started before the next
+    call of `place`. If the device is the host, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -220,8 +224,8 @@ class Placing:
         call and before the next one."""
         if self.device.type == "cpu":
             return list(batches)
-        # the last call filled a slot; this slot is free when all computations that have been issued
-        # up to now are complete
+        # the previous call of `place` filled a slot; this slot is free when all computations that
+        # have been issued up to now are complete
         if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []

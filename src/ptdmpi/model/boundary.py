@@ -27,8 +27,8 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # all parts must have the same length, so each rank sends the whole activation if the number
-        # of its elements is not a multiple of the number of tensor ranks
+        # the t parts must have the same length; if t does not divide the number of elements, each
+        # rank sends the whole activation
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 
@@ -87,8 +87,8 @@ class Departure:
     def backward(self, dy: Tensor | None) -> None:
         """Run the backward of the graph, beginning with the output's gradient `dy`. If `dy` were an
         argument of torch.autograd.backward, torch would import SymPy to compare two shapes. This
-        import takes a second at the start of every rank. `_Depart` therefore reads `dy` from this
-        object."""
+        import would take a second at the start of every rank. `_Depart` therefore reads `dy` from
+        this object."""
         assert self._end is not None, "the backward of a graph runs only once"
         # remove the reference to the graph: the graph refers to this object, and such a cycle of
         # references would stay in memory until garbage collection

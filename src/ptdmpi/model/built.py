@@ -180,7 +180,7 @@ def declare_as_described(
     modules = dict(stage.named_modules())
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
-            # the module of an expert may be on another rank
+            # skip an expert whose module is on another rank
             if not part.trains and not (is_of_expert(name) and prefix + name not in modules):
                 for weight in _declared(modules[prefix + name]):
                     weight.declaration = replace(weight.declaration, trains=False)
@@ -218,7 +218,7 @@ def _declared(module: nn.Module) -> Iterator[Parameter]:
 def require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: int) -> None:
     """Raise InputError unless `row.parts()` describes the parameters of `module` on one of `tensor`
     tensor ranks. `row` is the description of the operator that `module` computes. The planner and
-    the optimizer read `row.parts()`, not the module, so the two must agree."""
+    the optimizer read `row.parts()`, not the module, so `row.parts()` and the module must agree."""
     mistake = f"sublayer operator {row.name}: its parts() and its module differ: "
     described = {f"{row.name}.{name}" if name else row.name for name, _ in module.named_modules()}
     for name, part in row.parts().items():

@@ -42,8 +42,8 @@ class Documents:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # the document of a token is the last document that begins at or before the token; the
-        # cumulative maximum finds the position at which this document begins
+        # a token is in the last document that begins at or before the token; the cumulative maximum
+        # finds the position at which this document begins
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(
@@ -82,9 +82,8 @@ class Pairs:
     `answers` [s, b] has the number of each label's answer, counted over all sequences: 2 n for the
     preferred answer of pair n, 2 n + 1 for the other answer, and -1 for a label with weight 0.
     `references` [s, b] are the log-probabilities of the labels in the reference model. `size` is
-    the number of pairs. `counted` is the number that this rank contributes when pairs are counted
-    over the ranks of the context axis: the rank with the first position contributes `size`, and
-    every other rank contributes 0.
+    the number of pairs. All ranks of the context axis have the same pairs, so only the rank with
+    the first position counts them. `counted` is `size` on this rank, and 0 on every other rank.
     """
 
     answers: Tensor

@@ -79,8 +79,8 @@ class Unit:
 
 
 class LogicalPart(NamedTuple):
-    """A part of a logical (undivided) parameter: its slice of the parameter, the values of this
-    slice, and the share of a tensor rank (`HeldShare`) to which the slice belongs."""
+    """A slice of a logical (undivided) parameter: `box` says where the slice is in the parameter,
+    `values` has its values, and `share` is the share of a tensor rank that contains the slice."""
 
     box: Box
     values: Tensor
@@ -116,18 +116,19 @@ class OwnPart:
         return parts[self.unit][self.offset : self.offset + aligned(self.length)]
 
     def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield (slice of the local tensor, view of its values in `flat`) for slices that together
-        contain the owned elements. `flat` has only the values of the owned elements."""
+        """Yield (slice of the local tensor, view of the slice's values in `flat`). Together, the
+        slices contain exactly the owned elements. `flat` has only the values of the owned
+        elements."""
         done = 0
         for box in runs(self.entry.shape, self.begin, self.end):
             yield box, flat[done : done + box.elements].view(box.size)
             done += box.elements
 
     def logical(self, flat: Tensor, tensor_rank: int, tensor_size: int) -> Iterator[LogicalPart]:
-        """Yield the slices of the logical (undivided) parameter that the owned elements contain,
-        with views of `flat`, which has the values of these elements. The elements belong to tensor
-        rank `tensor_rank` of `tensor_size` ranks. Padding, which is not part of the logical
-        parameter, is skipped."""
+        """Yield the owned elements as slices of the logical (undivided) parameter, with views of
+        `flat`, which has the values of these elements. The elements belong to tensor rank
+        `tensor_rank` of `tensor_size` ranks. Padding, which is not part of the logical parameter,
+        is skipped."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:
@@ -146,8 +147,8 @@ class FlatOrder:
     twice is a tied weight. The two uses of a tied weight share their storage, but the second use
     has a separate gradient (`second`), so that the two gradients can be reduced separately and then
     added. `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not
-    train are in `packed` if they are quantized, otherwise in `frozen`, which has a separate flat
-    buffer with its own shard units.
+    train are in `packed` if they are quantized; otherwise they are in `frozen`. The parameters in
+    `frozen` have a separate flat buffer, with its own shard units.
     """
 
     def __init__(
@@ -237,10 +238,10 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return the part of an entry (a parameter in the buffer) that this rank updates; this rank
-        also has the summed gradient of this part. For the second use of a tied weight, return the
-        part whose gradient this rank has; for a frozen entry, return the part that this rank
-        stores. Return None if this rank has no part of the parameter."""
+        """Return this rank's part of an entry (a parameter in the buffer). This rank updates the
+        part, and has the summed gradient of the part. The second use of a tied weight has only a
+        gradient, and a frozen entry is only stored. Return None if this rank has no part of the
+        parameter."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:

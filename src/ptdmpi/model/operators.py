@@ -153,8 +153,8 @@ class EarlyKeys(Heads):
     division of its output into heads, and the gather of keys and values over the context axis. The
     linear layer is computed by two matrix products: first the keys and values, then the queries.
     Keys and values are gathered while the queries are computed. In the backward, the gradients of
-    keys and values are summed over the context axis. At the same time, the backward of the product
-    that computed the queries runs."""
+    keys and values are summed over the context axis while the backward of the product of the
+    queries is computed."""
 
     def __init__(
         self, row: SplitHeads, build: Build, norms: Sequence[Norm], linear: ColumnParallelLinear
@@ -473,9 +473,9 @@ def _gathers_early(rows: Sequence[Operator], build: Build) -> bool:
     """Return True if one `EarlyKeys` can compute the operators `rows`.
 
     There are two conditions. The messages of the context axis must make progress during
-    computation, otherwise the gather would not overlap. The weight must be neither quantized nor
-    rounded before each product, because `EarlyKeys` computes two products, and both would
-    dequantize or round the whole weight.
+    computation, otherwise the gather would not overlap with the product of the queries. The weight
+    must be neither quantized nor rounded before each product, because `EarlyKeys` computes two
+    products, and both would dequantize or round the whole weight.
     """
     if [type(row) for row in rows] != [Multiply, SplitHeads, GatherKeys]:
         return False

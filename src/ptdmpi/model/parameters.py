@@ -84,13 +84,14 @@ class Declaration:
     different experts; gradients are not summed over these axes. `rows_over` names groups of ranks
     that apply the parameter to different rows of activations; the gradient is summed over these
     groups, in addition to the sum over ranks with different tokens. A parameter that is not divided
-    may consist of several matrices, whose sizes along dim 0 are `parts`; if `parts` is empty, it is
-    one matrix. `shared_gradient` is for sequence parallelism: if it is True, each tensor rank
-    applies the parameter only to its own positions, so the gradient must be summed over the tensor
-    axis. If `partial_gradient` is True, each tensor rank applies the parameter only to its own
-    heads, so the gradient must always be summed over the tensor axis. If `trains` is False, the
-    parameter has no gradient, no master weight and no moments. `low_bit` is the quantized format
-    that matrix products use. If the parameter does not train, it is also stored in this format.
+    may consist of several matrices, whose sizes along dim 0 are `parts`; if `parts` is empty, the
+    parameter is one matrix. `shared_gradient` is for sequence parallelism: if it is True, each
+    tensor rank applies the parameter only to its own positions, so the gradient must be summed over
+    the tensor axis. If `partial_gradient` is True, each tensor rank applies the parameter only to
+    its own heads, so the gradient must always be summed over the tensor axis. If `trains` is False,
+    the parameter has no gradient, no master weight and no moments. `low_bit` is the quantized
+    format that matrix products use. If the parameter does not train, it is also stored in this
+    format.
     """
 
     shape: tuple[int, ...]
@@ -144,8 +145,8 @@ class Declaration:
         return tuple(shape)
 
     def held(self, tensor_rank: int, tensor_size: int) -> Iterator[HeldShare]:
-        """Yield the shares of the parameter that tensor rank `tensor_rank`, of `tensor_size` ranks,
-        has. Empty shares are skipped."""
+        """Yield the shares of the parameter on tensor rank `tensor_rank` of `tensor_size` ranks.
+        Empty shares are skipped."""
         whole = Box.whole(self.shape)
         if self.split is None:
             yield HeldShare(whole, whole)

@@ -61,7 +61,9 @@ class GatheredWeights:
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
         # One pool for units that train and one for frozen units. A pool keeps tensors of only one
-        # length, and a layer's adapters and its frozen weights are gathered alternately.
+        # length, and a layer's adapters and its frozen weights are gathered alternately. With one
+        # common pool, the gather of the adapters would free the tensors for frozen weights, and
+        # vice versa.
         self.pools = [Pool(buffer.precision.compute, buffer.device) for _ in range(2)]
         self._parts = [
             *zip(buffer.units, buffer.weight_parts, strict=True),
@@ -265,9 +267,9 @@ class Walk:
             for place, some in parameters.items()
         }
         # The modules whose weights the backward needs. The backward ends at the first module that
-        # trains, so it needs no weights of earlier modules. It also needs no weights of an
-        # embedding that consists only of tables, because the backward of a look-up does not use the
-        # values of a table.
+        # trains, so it needs no weights of earlier modules. The backward also needs no weights of
+        # an embedding that consists only of tables, because the backward of a look-up does not use
+        # the values of a table.
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places

@@ -69,7 +69,7 @@ class Stage(nn.Module):
         self.foremost = layers.start <= model.adapt.first_layer
         self.places = places_of(layers, model.layers)
         self.tied = model.shares_table
-        # the name, in the last stage, of the parameter that shares the table of the embedding: the
+        # the name of the parameter of the last stage that shares the table of the embedding: the
         # weight of the head, or the table of the modules for multi-token prediction
         self.again = "head.weight" if model.tie_embeddings else f"{TABLE}.weight"
         self.drops = max(model.dropout, model.attention_dropout, model.adapt.dropout) > 0.0

@@ -181,8 +181,8 @@ class State:
         # a state that is stored in a file into memory.
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # a mark in the device's queue that is passed when the copies of the state that have begun
-        # are complete; updates wait for this mark
+        # A mark in the device's queue of work. The device passes the mark when all copies of the
+        # state that have begun are complete. Updates wait for the mark.
         self.read: Passed = copies_of(buffer.device).passed()
         # a function that completes unfinished operations; it is called before the state, or the
         # mean of the state over replicas, is read
@@ -382,8 +382,8 @@ def _gathered(
 def pieces_of(
     kind: str, held: OwnPart, values: Tensor, *, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of a parameter that tensor rank `tensor_rank`, of `tensor_size` ranks, has
-    in its part `held`. `values` is a flat tensor with the values of this part. `kind` is the kind
+    """Yield the pieces of `held`, the part of a parameter on tensor rank `tensor_rank` of
+    `tensor_size` ranks. `values` is a flat tensor with the values of this part. `kind` is the kind
     of the pieces, such as "weights"."""
     declaration = held.entry.declaration
     name = held.entry.name

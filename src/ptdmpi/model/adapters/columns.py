@@ -1,5 +1,5 @@
-"""The selection of adapters: if a matrix product computes only some outputs of a linear layer, only
-the adapters of these outputs are applied."""
+"""The selection of the adapters for a matrix product that computes only some outputs of a linear
+layer. Only the adapters of these outputs are applied."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -14,8 +14,9 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
     """Return the adapters that change the outputs `columns` of a linear layer. The returned
     adapters are applied to the result of a product that computes only these outputs. The returned
-    adapters are copies with the same parameters. The result of the product begins with the output
-    `columns.start` of the layer, so this output has the number 0 in the copies."""
+    adapters are copies with the same parameters. The product computes the outputs of the layer from
+    `columns.start` on, so the copies count outputs from there: output `columns.start` has the
+    number 0."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 

@@ -41,9 +41,9 @@ class Dispatch(Protocol):
     This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
     each with j weights: one weight for each expert that computes the row. If rows are sent to the
     ranks of their experts, a row is sent once for each expert, so j = 1; otherwise j = k. `held`
-    has a `Segment` (the indices of its rows) for each expert of this rank that has rows; this
-    rank's first expert has the number 0. `counts` has the numbers of rows that ranks send to each
-    other, or is None if nothing is sent."""
+    has segments of rows; all rows of a `Segment` are for the same expert. In `held`, this rank's
+    first expert has the number 0. `counts` has the numbers of rows that ranks send to each other,
+    or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -205,8 +205,8 @@ class ExpertAxis:
         return self.comm.size
 
     def own(self, experts: int) -> range:
-        """Return the numbers of the experts that this rank has, of the `experts` experts of a
-        layer."""
+        """Return the numbers of the experts on this rank. The layer has `experts` experts in
+        all."""
         each = experts // self.size
         return range(self.comm.rank * each, (self.comm.rank + 1) * each)
 

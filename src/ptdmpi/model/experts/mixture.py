@@ -1,15 +1,16 @@
 """The experts of a layer: the computation of each expert for its tokens, and the weighted sum of
 the experts' outputs.
 
-No token is dropped. The output of a token is a sum over its experts, in ascending order of the
-experts' numbers, so it does not depend on other tokens, or on how the batch is divided. Either the
-tensor axis divides the width of each expert, or experts are whole and each tensor rank routes its
-own tokens (`tokens.py`). If the tensor axis divides the experts, each tensor rank computes partial
-outputs, as in a row-parallel linear, and partial gradients. The router's gradient is linear in
-these partial gradients. Each rank therefore computes a partial gradient of the router, and the
-layer sends no additional message for the router. The router's contribution to the input's gradient
-is summed over the tensor ranks together with the contribution of the experts. The gradient of the
-router's weight is summed at the end of a step, together with other partial gradients.
+No token is dropped. The output of a token is a sum over its experts, which is always computed in
+ascending order of the experts' numbers. The output therefore does not depend on other tokens, or on
+how the batch is divided. Either the tensor axis divides the width of each expert, or experts are
+whole and each tensor rank routes its own tokens (`tokens.py`). If the tensor axis divides the
+experts, each tensor rank computes partial outputs, as in a row-parallel linear, and partial
+gradients. The router's gradient is linear in these partial gradients. Each rank therefore computes
+a partial gradient of the router, and the layer sends no additional message for the router. The
+router's contribution to the input's gradient is summed over the tensor ranks together with the
+contribution of the experts. The gradient of the router's weight is summed at the end of a step,
+together with other partial gradients.
 
 If the experts are divided among ranks (`exchange.py`), the rank that has an expert computes the
 rows (activations of one token each) that all ranks send to this expert. If the results can be
@@ -134,8 +135,8 @@ class MixturePass:
     @property
     def keeps_input(self) -> bool:
         """Return True if the gradient of a parameter needs the input of the mixture. If experts are
-        divided among ranks, the gradients of experts do not need it: they need the rows that this
-        rank has received."""
+        divided among ranks, the gradients of experts need the rows that this rank has received, and
+        not the input."""
         return self.router.weight.requires_grad or (self.dealt.size == 1 and self.keeps_rows)
 
     def linear(self, of_expert: ExpertLinear) -> LinearPass:
@@ -202,10 +203,10 @@ class MixturePass:
         kept: Sequence["ExpertTensors"],
     ) -> "Gradients":
         """Compute the backward of this rank's experts, given the input `rows` and the gradient `dy`
-        of the output, each [T, hidden]. `rows` is None if no parameter of an expert needs the
-        input. `held` has the tokens of each expert, and `kept` has the tensors that the forward has
-        kept for each expert. Add the gradients of the experts' parameters to `main_grad`. Return
-        the gradients with respect to the input and to the tokens' `weights` [T, k]."""
+        of the output, each [T, hidden]. `rows` is None if no gradient of an expert's parameter
+        needs the input. `held` has the tokens of each expert, and `kept` has the tensors that the
+        forward has kept for each expert. Add the gradients of the experts' parameters to
+        `main_grad`. Return the gradients of the input and of the tokens' `weights` [T, k]."""
         total = torch.zeros_like(dy)
         flat = weights.flatten().unsqueeze(-1)
         by_weight = torch.zeros_like(flat)
@@ -281,7 +282,8 @@ class ExpertTensors(NamedTuple):
 
 class Computed(NamedTuple):
     """The result of `MixturePass.forward`: the weighted sum of the experts' outputs [tokens,
-    hidden], and the tensors that the backward needs of each segment (the tokens of one expert)."""
+    hidden], and, for each segment (the tokens of one expert), the tensors that the backward
+    needs."""
 
     total: Tensor
     kept: list[ExpertTensors]

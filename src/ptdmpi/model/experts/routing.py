@@ -107,8 +107,8 @@ class Routing:
 
 class SequenceLoads(NamedTuple):
     """The experts' loads in each of b sequences: `counts` [b, E] float64 has the number of tokens
-    of the sequence that are routed to the expert. A sequence has `positions` tokens with `each`
-    experts each. This rank may have only some of the tokens of a sequence."""
+    of the sequence that are routed to the expert. A sequence has `positions` tokens, and each token
+    has `each` experts. This rank may have only some of the tokens of a sequence."""
 
     counts: Tensor
     positions: int
@@ -147,9 +147,9 @@ class Chosen:
 
 
 class Segment(NamedTuple):
-    """The tokens of one expert, in ascending order. `rows` has the numbers of the tokens. `pairs`
-    has the index of each pair (token, expert) in a flat tensor with k elements for each token, one
-    for each of its k experts."""
+    """The tokens of one expert, in ascending order. `rows` has the numbers of the tokens. A tensor
+    [T, k] has one element for each token and each of its k experts; `pairs` has the indices of this
+    expert's elements in the flattened tensor."""
 
     expert: int
     rows: Tensor

@@ -4,9 +4,9 @@ input, and how their results are combined into the output.
 If the tensor axis divides each expert, every tensor rank processes all tokens. The rank has a part
 of the width of each expert, and the outputs are sums over the tensor ranks.
 
-If experts are whole, each of the t tensor ranks routes 1/t of the tokens of its context rank, and
-an expert computes all of its width for its tokens. Under sequence parallelism a rank already has
-only its own positions. Otherwise all tensor ranks have the same activations, and tensor rank r
+If experts are whole, the rank that has an expert has the full width of the expert. Each of the t
+tensor ranks routes 1/t of the tokens of its context rank. Under sequence parallelism a rank already
+has only its own positions. Otherwise all tensor ranks have the same activations, and tensor rank r
 takes the r-th block of positions. A token is sent to its experts and back, so its output is
 complete on the rank that has routed it. Without sequence parallelism the outputs of all tensor
 ranks are then gathered.

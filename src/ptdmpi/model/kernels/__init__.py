@@ -12,7 +12,7 @@ the same as on hardware with float32 accumulators.
 
 On a CPU, PyTorch computes some operations as a sequence of simpler operations, each of which saves
 tensors for its own backward pass. ptdmpi computes each such operation by one autograd Function,
-which saves only its input.
+which saves fewer tensors, for example only its input.
 """
 
 import math
@@ -39,8 +39,8 @@ class Kernels:
     None, the default kernels of this machine for the type of the operands are used. `precision`
     determines the types of matrix products; if it is None, operands are multiplied in their own
     type. If the precision uses 8-bit types with scales, only the products of the layers' linears
-    are in these types (`float8`); all other products are in the type of their operands. `triton`
-    has the kinds of kernels (`fused.KINDS`) that are computed in Triton, on a device.
+    are in these types (`float8`, `delayed`); all other products are in the type of their operands.
+    `triton` has the kinds of kernels (`fused.KINDS`) that are computed in Triton, on a device.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Kernels:
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
         """Return True if products of this type are computed in float32 on this device.
 
-        Return True in three cases: the precision requires float32, this device cannot multiply the
-        type, or the run began on a device that could not multiply the type, and keeps the bits of
-        its results.
+        Return True in three cases: the precision requires float32; this device cannot multiply the
+        type; or the run began on a device that could not multiply the type. In the third case, the
+        run continues in float32, so that the bits of its results do not change.
         """
         if dtype == self._narrow:
             return True
@@ -99,9 +99,9 @@ class Kernels:
         return x
 
     def entering(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return two values for the input x [..., inputs] of a linear: the input in the form that
-        the matrix products use, which may be rounded to 8 bits, and the tensors to keep for the
-        backward."""
+        """Return two values for the input x [..., inputs] of a linear. The first value is the input
+        in the form that the matrix products use; it may be rounded to 8 bits. The second value has
+        the tensors to keep for the backward."""
         return x, (x,)
 
     def entered(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -156,9 +156,10 @@ class Kernels:
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
-            # addmm with `out_dtype` adds the float32 accumulators of the product to `total` without
-            # rounding; a separate product must be stored and read again. Compiled graphs use a
-            # separate product, because torch.compile lacks this form of addmm (pytorch #163880).
+            # addmm with `out_dtype` adds the float32 accumulators of the product directly to
+            # `total`. A separate product would have to be written to memory and read again.
+            # Compiled graphs use a separate product, because torch.compile lacks this form of addmm
+            # (pytorch #163880).
             if torch.compiler.is_compiling():
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:

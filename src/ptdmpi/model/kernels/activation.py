@@ -1,10 +1,10 @@
 """GELU and gated units: the part of an MLP between its two linears.
 
-GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes one
-tanh in the forward and another one in the backward, which together take as long as the exponentials
-of four sigmoids. The second implementation is used on hosts on which measurements found it faster
-(`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and z =
-2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z)
+GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes a
+tanh in the forward and again in the backward. The two tanh together take as long as the
+exponentials of four sigmoids. The second implementation is used on hosts on which measurements
+found it faster (`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and
+z = 2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z)
 dz/dx and saves it instead of the input, so that the backward is one multiplication. The second
 implementation computes in float32 or wider, for a few rows at a time, so that all intermediate
 values fit into the caches of the processor. Each result is rounded once.
@@ -33,8 +33,8 @@ CHUNK_ELEMENTS = 1 << 17
 # backward allocates in any case.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
-# below 1. In 16-bit types, the derivative is therefore multiplied by this factor before it is
-# saved.
+# below 1. In 16-bit types, the derivative is therefore multiplied by this factor, which makes it
+# less than 1, before it is saved.
 SHRUNK = 0.875
 
 

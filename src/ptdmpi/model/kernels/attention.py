@@ -37,10 +37,11 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
-    """The input of attention. Queries are [b, heads, s, head size]. Keys and values have the same
-    number of heads, or a number that divides it (grouped queries). Values may have a smaller head
-    size than keys. `documents` is None if each sequence is one document. `positions` are the
-    positions of the queries; keys and values may have more positions."""
+    """The input of attention. Queries are [b, heads, s, head size]. Keys and values have as many
+    heads as the queries, or fewer (grouped queries): the number of key heads divides the number of
+    query heads. Values may have a smaller head size than keys. `documents` is None if each sequence
+    is one document. `positions` are the positions of the queries; keys and values may have more
+    positions."""
 
     q: Tensor
     k: Tensor
@@ -266,8 +267,8 @@ class BlockedKernel:
 
     def takes(self, given: Input) -> bool:
         """Return True for attention with windows or documents. Also return True for long causal
-        attention on a CPU, if query heads do not share keys and the sequence is shorter than the
-        chosen `whole_from`."""
+        attention on a CPU, if query heads do not share keys and the sequence is shorter than
+        `whole_from`. From this length on, PyTorch's kernel computes a sequence in one call."""
         if _is_limited(self.scores, given):
             return True
         q = given.q

@@ -191,9 +191,10 @@ def by_library(
     q: Tensor, k: Tensor, v: Tensor, seen: Sight, *, block: int = QUERY_BLOCK
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute attention by PyTorch's CPU kernel, one block of up to `block` queries after the
-    other. Return softmax(scores) v [b, heads, s, head size of the values], and one tensor for each
-    block with the log-sum-exp of its queries' scores, [sequences, heads, queries of the block]. If
-    values are smaller than keys, the kernel gets values that are filled up with zeros."""
+    other. Return two values. The first is softmax(scores) v [b, heads, s, head size of the values].
+    The second has a tensor for each block, the log-sum-exp of its queries' scores [sequences,
+    heads, queries of the block]. If values are smaller than keys, the kernel gets values that are
+    filled up with zeros."""
     out, sums = empty_outputs(q, v), []
     values = filled(v, q.shape[3])
     for queries, keys, mask in blocks(q, seen, block):

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
 
 class WeightedTile(NamedTuple):
     """A tile with its probabilities (`weights`), [b, key heads, queries of all heads of a group,
-    keys], where a group is the query heads that share a key head. With a soft cap, `tangent` has
+    keys]. A group consists of the query heads that share a key head. With a soft cap, `tangent` has
     the values tanh(score / cap), in the same shape; otherwise it is None."""
 
     queries: Region

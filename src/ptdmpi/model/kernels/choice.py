@@ -19,8 +19,9 @@ from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 # need five eighths of the operations of one call for the whole sequence.
 QUERY_BLOCK = 128
 # The number of queries in a block if a context rank computes a sequence that one rank would compute
-# in one call. With blocks of 256 queries, PyTorch's kernel gives the bits of one call in all types
-# (torch 2.13; a chunk must be a multiple of 256), and with blocks of 128 only in bfloat16.
+# in one call. With blocks of 256 queries, PyTorch's kernel gives the same bits as in one call, in
+# all types (torch 2.13), if the length of each chunk of a context rank is a multiple of 256. With
+# blocks of 128 queries, the bits are the same only in bfloat16.
 LONG_BLOCK = 256
 
 # measurements of kernels: kind of kernel -> entries in the form of presets/kernels.toml
@@ -59,10 +60,10 @@ class AttentionByProducts:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Return the fields of the planner's `Software` that this attention sets: the numbers of
-        queries in a block of the forward pass, of the backward pass, and of the saved
-        probabilities, and `whole_from`. A number is 0 if there are no such blocks, or no such
-        length."""
+        """Return the fields of the planner's `Software` that this attention sets. They are
+        `whole_from`, and the numbers of queries in a block of the forward pass, in a block of the
+        backward pass, and in a block of saved probabilities. A field is 0 if there is no such
+        length, or no such block."""
         return {
             "whole_from": 0 if self.whole_from == math.inf else int(self.whole_from),
             "forward_block": 0 if self.library_forward else self.block,

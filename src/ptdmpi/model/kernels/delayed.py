@@ -4,8 +4,8 @@
 The operands of the products are the input x and the weight W, both in e4m3, and the gradient dy of
 the output, in e5m2. Each operand has one scale, which is the same in every product and on every
 rank (`low_bit.delayed`). Scales are computed from the magnitudes of earlier steps, so in the first
-step W and dy have no scale, and are not rounded. The codes of x are kept for the backward, so x has
-the scale 1 in the first step.
+step W and dy have no scale, and are not rounded. The input x is rounded in the first step, too,
+with the scale 1, because the backward reads its codes.
 
 The values of the codes are exact in bfloat16, and are multiplied as bfloat16. A GPU that multiplies
 8-bit numbers multiplies the codes themselves, by `torch._scaled_mm`, with sums in float32. The

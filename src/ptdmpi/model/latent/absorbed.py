@@ -2,9 +2,9 @@
 DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.2).
 
 The product of a query with an expanded key is q (W x) for the latent vector x, and equals (q W) x.
-So queries are multiplied by the matrix that expands keys, and the outputs of the heads, which are
-sums of latent vectors, are multiplied by the matrix that expands values. In the shapes below, a / t
-is the number of heads of a tensor rank. For each head, n elements of a key are not rotated, and a
+So queries are multiplied by the matrix that expands keys. The outputs of the heads are then sums of
+latent vectors, and are multiplied by the matrix that expands values. In the shapes below, a / t is
+the number of heads of a tensor rank. For each head, n elements of a key are not rotated, and a
 value has v elements.
 """
 

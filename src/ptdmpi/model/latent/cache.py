@@ -30,10 +30,10 @@ class LatentCache(Cache):
         self._values = values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
-        """Return the outputs of the heads, which are still latent vectors, [b, heads, s, `values`].
-        The queries are [b, heads, s, `values` + rotary elements]. The cache stores k, which is
-        [b, 1, s, `values` + rotary elements]. v is not read, because a value consists of the first
-        elements of its key."""
+        """Return the outputs of the heads [b, heads, s, `values`], which are weighted sums of
+        latent vectors. The queries are [b, heads, s, `values` + rotary elements]. The cache stores
+        k, which is [b, 1, s, `values` + rotary elements]. v is not read, because a value consists
+        of the first elements of its key."""
         kept = self._kept[layer]
         kept[self._rows, self.positions.t()] = k[:, 0]
         keys = kept[:, None, : len(self._places)]

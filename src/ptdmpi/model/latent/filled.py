@@ -57,10 +57,11 @@ class FilledWork(NamedTuple):
 
 
 class FilledAttention(Function):
-    """The autograd Function softmax(scores) v, [b, heads, s, v], for q and k [b, heads, s, d] and
-    v [b, heads, s, v]. There must be as many key heads as query heads. The second result is the
-    log-sum-exp of the scores [b, heads, s], which has no gradient. On a GPU, the type must be a
-    16-bit type, and `flash_takes` must be True for d."""
+    """The autograd Function softmax(scores) v. The queries q and the keys k are [b, heads, s, d].
+    The values v and the result are [b, heads, s, size of a head's values]. There must be as many
+    key heads as query heads. The second result is the log-sum-exp of the scores [b, heads, s],
+    which has no gradient. On a GPU, the type must be a 16-bit type, and `flash_takes` must be True
+    for d."""
 
     @staticmethod
     def forward(

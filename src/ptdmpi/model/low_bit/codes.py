@@ -21,7 +21,8 @@ from ptdmpi.plan.layer.low_bit import LowBit, chunk_elements
 class Packed:
     """A quantized matrix [rows, columns]: the packed codes [rows, columns * bits / 8], uint8, and
     the scales [rows, columns / block * numbers], float32. A block consists of `form.block`
-    consecutive elements of a row, and has `form.numbers` numbers in `scales` (see `LowBit`)."""
+    consecutive elements of a row. For each block, `scales` has `form.numbers` numbers: the scale
+    and, in some formats, the least value (see `LowBit`)."""
 
     codes: Tensor
     scales: Tensor

@@ -4,8 +4,8 @@ the step (`precision.fp8 = "delayed"`).
 The code of an element x is x 2^k, limited to the largest number of the 8-bit type, and rounded to
 the nearest number of the type. The value of a code is the code times 2^-k. The exponent k is
 computed from the last `HISTORY` steps. In each step, the greatest magnitude of the tensor over all
-ranks and microbatches determines an exponent (`float8.exponents`). k is the least of these
-exponents (the recipe of delayed scaling of NVIDIA's Transformer Engine). In a later step, a number
+ranks and microbatches determines an exponent (`float8.exponents`). The exponent k is the least of
+them, as in the recipe of delayed scaling in NVIDIA's Transformer Engine. In a later step, a number
 may be too large for this scale, so codes are limited to the largest number of the type.
 """
 

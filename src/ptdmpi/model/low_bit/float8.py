@@ -49,8 +49,8 @@ OF_WEIGHTS = ScaleTile(SCALED_BLOCK, SCALED_BLOCK)
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix [m, n] in 8-bit floating point: the codes [m, n], the scales 2^-k of its tiles,
-    float32 [m / p, n / q] with both quotients rounded up, and the tile (p, q)."""
+    """A matrix [m, n] in 8-bit floating point: the codes [m, n], the scales 2^-k of its tiles, and
+    the tile (p, q). The scales are float32 [m / p, n / q], with both quotients rounded up."""
 
     codes: Tensor
     scales: Tensor

@@ -67,8 +67,8 @@ class InFewBits:
         held.scales.copy_(made.scales)
 
     def boxes(self, entry: Entry, tensor_rank: int, tensor_size: int) -> Iterator[PackedPart]:
-        """Yield the slices of the codes and of the scales of the matrix `entry` that tensor rank
-        `tensor_rank`, of `tensor_size` tensor ranks, has."""
+        """Yield the slices of the codes and of the scales of the matrix `entry` on tensor rank
+        `tensor_rank` of `tensor_size` tensor ranks."""
         held = self.of[entry.name]
         rows, columns = entry.declaration.shape
         for share in entry.declaration.held(tensor_rank, tensor_size):

@@ -125,8 +125,8 @@ def logit_gradient(
     softmax: Softmax, factors: Tensor, columns: Tensor, values: Tensor, *, kernels: Kernels = USUAL
 ) -> Tensor:
     """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return the buffer. The
-    gradient is the softmax times `factors` [s b]. In addition, `values` [s b, n] are added in this
-    rank's `columns` [s b, n]. A column may occur several times."""
+    gradient is the softmax times `factors` [s b]. In each row, `values` [s b, n] are then added to
+    the elements in this rank's `columns` [s b, n]. A column may occur several times."""
     flat, _, _, top, totals = softmax
     for rows in row_chunks(flat, kernels):
         chunk = flat[rows]

@@ -62,9 +62,10 @@ def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple
 
 
 class _Teacher(NamedTuple):
-    """The teacher's probabilities for n = s b positions, on one tensor rank. `local` [n, K] has the
-    column of each of the K tokens, `here` [n, K] is True where this rank has the column, `q` [n, K]
-    has the probabilities of the K tokens, and `rest` [n] is the probability of all other tokens."""
+    """The teacher's probabilities for n = s b positions, on one tensor rank. `local` [n, K] is the
+    index of each of the K tokens among this rank's columns, and `here` [n, K] is True where this
+    rank has the token's column. `q` [n, K] has the probabilities of the K tokens, and `rest` [n] is
+    the probability of all other tokens."""
 
     local: Tensor
     here: Tensor

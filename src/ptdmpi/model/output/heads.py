@@ -152,7 +152,8 @@ class MaskedOutput(TokenOutput):
         return tokens, self.sentence(x[0])
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the loss of the masked tokens, and the loss of the segment orders."""
+        """Return the loss of the masked tokens and, if the model predicts the segment order, the
+        loss of the segment orders."""
         if batch.masked is None:
             return super().losses(batch, x, context)
         first = torch.zeros_like(batch.masked[:1])

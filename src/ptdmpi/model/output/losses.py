@@ -48,11 +48,10 @@ class LossKind:
     """The properties of a loss, except its name. `used_by` returns True for a model that has the
     loss. `count` returns the number of the loss's terms in a microbatch. `key` is the name of the
     mean loss in the records of steps; with the prefix "validation_" it is the name in the records
-    of validations. If `key` is "", the loss is not recorded. If `trains` is True, `factor` times
-    the mean loss is added to the mean of the task's loss, and the gradient is computed from this
-    sum; otherwise the loss is only measured. If `of_routers` is True, the loss is a sum over
-    the routers of all layers (`model/experts/routing.py`); otherwise an output computes it.
-    """
+    of validations. If `key` is "", the loss is not recorded. If `trains` is True, training
+    minimizes the loss: `factor` times the mean loss is added to the mean of the task's loss.
+    Otherwise the loss is only measured. If `of_routers` is True, the loss is a sum over the routers
+    of all layers (`model/experts/routing.py`); otherwise an output computes it."""
 
     used_by: Callable[[ModelConfig], bool]
     count: Callable[[Microbatch], float]

@@ -38,8 +38,8 @@ def forward(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, F
 
 
 def backward(softmax: FusedSoftmax, factors: Tensor, axis: TensorAxis) -> Tensor:
-    """Overwrite the buffer of the logits with their gradient by Triton's kernel, and return it. For
-    the arguments see `logit_gradient`."""
+    """Overwrite the buffer of the logits with their gradient by Triton's kernel, and return it.
+    `factors` [s b] are the gradients of the tokens' losses."""
     flat, labels, top, totals = softmax
     first = axis.rank * flat.shape[-1]
     fused.write_gradient(flat, labels, first, row=(top, totals, factors))

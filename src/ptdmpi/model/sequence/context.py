@@ -49,8 +49,8 @@ class ContextAxis:
         return self.exchange == "all_gather" and self.comm.overlaps
 
     def whole_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather keys and values, [b, heads, s / c, head size] on each of the c ranks, to keys and
-        values at all positions, [b, heads, s, head size]. Values may have another head size than
+        """Gather keys and values from the c ranks. Each rank has [b, heads, s / c, head size]; the
+        results have all positions, [b, heads, s, head size]. Values may have another head size than
         keys. In the backward, the gradients are summed over the c ranks."""
         keys, values = _WholeKeys.apply(k, v, self)
         return keys, values

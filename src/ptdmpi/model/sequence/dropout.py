@@ -10,9 +10,9 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 
 class HiddenDropout(Computing):
-    """Dropout of activations [s, b, h] at `rate`; under sequence parallelism, they have only this
-    rank's positions. `place` has the number of the layer and the number of the dropout within the
-    layer."""
+    """Dropout of activations [s, b, h] with the probability `rate`. Under sequence parallelism, the
+    activations have only this rank's positions. `place` has the number of the layer and the number
+    of the dropout within the layer."""
 
     def __init__(self, rate: float, place: tuple[int, ...], axis: TensorAxis) -> None:
         super().__init__()

@@ -75,7 +75,8 @@ class _RingTile(NamedTuple):
 
     `queries` and `keys` are indices into the tensors of queries and keys, and `positions` are the
     positions of the keys in the sequence. `scores` are [b, key heads, queries of a group of heads,
-    keys]. `tangents` are tanh(score / cap), of the same shape, or None if scores are not capped.
+    keys]; a group has the query heads that share a key head. `tangents` are tanh(score / cap), of
+    the same shape, or None if scores are not capped.
     """
 
     queries: Region
@@ -355,9 +356,9 @@ class _Gradients:
         self._queries = queries
         self._dout = dout  # the output's gradient, in the type of the queries
         self._logsumexp = logsumexp
-        # for each query, the sum of w dw over its attention weights w, where dw is the gradient of
-        # w; this sum equals the inner product of the query's output and the output's gradient (Dao
-        # et al. 2022, algorithm 4)
+        # For each query, the sum of w dw over its attention weights w, where dw is the gradient of
+        # w. This sum equals the inner product of the query's output and the output's gradient (Dao
+        # et al. 2022, algorithm 4).
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: _Pair) -> None:

@@ -1,7 +1,7 @@
 """RoPE (Su et al. 2021, arXiv 2104.09864) in one pass over memory, forward and backward.
 
-For the halves x1, x2 of a head of the input, and the cosines c and sines s of the position's
-angles, which are the same for both halves, the equations are
+Let x1 and x2 be the halves of a head of the input, and let c and s be the cosines and sines of the
+position's angles. Both halves have the same angles. The equations are
 
     y1 = x1 c - x2 s,    y2 = x2 c + x1 s
 

@@ -98,7 +98,7 @@ def entries(
     kind of kernel (a key of `MEASURES`), for processors like this one.
 
     After `limit_s` seconds no further kind of kernel is timed, and the result lacks the other
-    kinds. Every rank calls this function. Raises ProbeError on every rank if a kernel gives a wrong
+    kinds. Every rank calls this function. Raise ProbeError on every rank if a kernel gives a wrong
     result on any rank.
     """
     has = torch.cpu.get_capabilities()
@@ -311,7 +311,7 @@ def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, A
     return entry
 
 
-# kind of kernel -> the function that times it; the kinds that take most of a step are first
+# kind of kernel -> the function that times it; the kinds that take most of a step's time are first
 MEASURES: Mapping[str, Callable[[Bench, torch.dtype, TimedSizes], dict[str, Any]]] = {
     "linear": _linears,
     "attention": _attention,

@@ -10,13 +10,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# Installed packages are not part of the standard library. Some distributions of Python leave out
-# the library's own tests, and the demo trains on only a quarter of the other text.
+# Leave out installed packages, because they are not part of the standard library. Also leave out
+# the library's own tests: some distributions of Python do not have them, and the demo does not need
+# them, because it trains on only a quarter of the other text.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests"}
 
 
 def main(output: Path) -> None:
-    """Write the file, and print its size."""
+    """Write the sources to the file `output`, and print their number and their size."""
     library = Path(sysconfig.get_paths()["stdlib"])
     temporary = output.with_suffix(".tmp")
     count = size = 0

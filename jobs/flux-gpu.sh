@@ -3,8 +3,8 @@
 #
 #   flux batch jobs/flux-gpu.sh CONFIG.toml [--set SECTION.KEY=VALUE ...]
 #
-# If Flux sent a signal before the time limit, it would reach the brokers of Flux and not the ranks.
-# So set `[run] max_minutes` (or --set run.max_minutes=...) some minutes below the limit. The ranks
+# A signal that Flux sends before the time limit reaches the brokers of Flux, but not the ranks. So
+# set `[run] max_minutes` (or --set run.max_minutes=...) some minutes below the limit. The ranks
 # then save and stop with exit code 75, and the job submits its successor.
 #
 # ---- settings: adapt these here; flux batch's options do not reach the successor -----------------

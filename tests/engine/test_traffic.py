@@ -312,6 +312,39 @@ def test_a_step_sends_what_the_closed_forms_say(comm, names):
             assert found.messages == expected.messages, name
 
 
+# Tensor ranks sum gradients, and each rank sums its own shard of them only.
+SHARED = layout(t=2, d=2) | SHARED_KEYS | {"model.ffn_hidden": 48}
+SHARDED = {
+    "t2 d2 divided zero 1": layout(t=2, d=2) | DIVIDED | {"parallel.zero": 1},
+    "t2 d2 zero 3 shared keys": SHARED | {"parallel.zero": 3},
+    "t2 p2 d2 divided zero 2 shared keys": SHARED
+    | DIVIDED
+    | {"parallel.pipeline": 2, "parallel.zero": 2},
+    "t2 d4 divided zero 2 of pairs": layout(t=2, d=4)
+    | DIVIDED
+    | {"parallel.zero": 2, "parallel.shard_group": 2},
+}
+
+
+@parallel(ranks=[4, pytest.param(8, marks=pytest.mark.long)])
+def test_sharded_sums_are_counted_in_the_mean_over_the_shards(comm):
+    for name, changes in SHARDED.items():
+        if math.prod(changes[f"parallel.{axis}"] for axis in ("tensor", "pipeline", "data")) != (
+            comm.size
+        ):
+            continue
+        engine = build(World(comm), changes)
+        axes, forms = engine.axes, closed_forms(engine)
+        expected = forms.of(axes["pipeline"].rank, axes["shards"].rank).sent_bytes
+        sent = engine.step(0, microbatches(engine.config, 0, axes["data"].rank)).traffic.sent_bytes
+        every = axes["shards"].all_gather_object(sent["tensor"]["all_reduce"])
+        mean = sum(every) / len(every)
+        assert not forms.is_exact and forms.assumption("tensor", "all_reduce"), name
+        assert expected["tensor"]["all_reduce"] == pytest.approx(mean, abs=64), name
+        rest = [{**bytes_of, "tensor": {}} for bytes_of in (sent, expected)]
+        assert rest[0] == rest[1], name
+
+
 def closed_forms(engine: Engine) -> StepTraffic:
     config = engine.config
     return StepTraffic(

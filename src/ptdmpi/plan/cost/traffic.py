@@ -100,11 +100,19 @@ class StepTraffic:
 
     @property
     def is_exact(self) -> bool:
-        """Return False if the run sends codes, or if experts are distributed over ranks. The number
-        of tokens that a rank sends to experts depends on the router, and the counts assume that all
-        experts get equally many tokens. Otherwise return True; the counts then equal those of a
-        run, except that sharded sums over the tensor axis are not exact (see `of`)."""
-        return not encodes(self.method.section) and self.layout.expert == 1
+        """Return False if the run sends codes, if experts are distributed over ranks, or if tensor
+        ranks sum gradients that are sharded. The number of tokens that a rank sends to experts
+        depends on the router, and the counts assume that all experts get equally many tokens.
+        Otherwise return True; the counts then equal those of a run."""
+        codes, deals = encodes(self.method.section), self.layout.expert > 1
+        return not codes and not deals and not self._sums_shards
+
+    @property
+    def _sums_shards(self) -> bool:
+        """Return True if tensor ranks sum some gradients of parameters, and a rank sums only its
+        own shard of them."""
+        ranks = range(self.layout.pipeline)
+        return self.layout.shards > 1 and any(self._summed(rank) for rank in ranks)
 
     def assumption(self, group: str, kind: str) -> str:
         """Return the assumption that the count of the messages `kind` in the group of ranks `group`
@@ -113,7 +121,11 @@ class StepTraffic:
             return "matrices are large"
         grid = layout_grid(self.layout)
         deals = self.layout.expert > 1 and group == grid.called(grid.same_as(EXPERTS))
-        return "all experts get equally many tokens" if deals and kind == "all_to_all" else ""
+        if deals and kind == "all_to_all":
+            return "all experts get equally many tokens"
+        if group == "tensor" and kind == "all_reduce" and self._sums_shards:
+            return "all shards have equal parts of the summed gradients"
+        return ""
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that one rank sends in step `step` (counted from 0), by
@@ -179,12 +191,9 @@ class StepTraffic:
                 tally.add(message.collective, message.whole_bytes, self.microbatches)
         if self._is_scattered:
             tally.add("all_gather", self.whole, self.held.crossings(rank) * self.microbatches)
-        element, parts = self.sizes.wide_bytes, self.held.of_rank(rank)
-        if summed := sum(part.partial(layout.sequence_parallel) for _, part in parts):
-            tally.add("all_reduce", summed * element)
-        for _, part in parts:
-            for size in part.copied(layout.tensor):
-                tally.add("all_reduce", size * element)
+        element = self.sizes.wide_bytes
+        for size in self._summed(rank):
+            tally.add("all_reduce", size // layout.shards * element)
         if counted := self.held.counted(rank):
             # the ranks sum the squares of the norms
             tally.add("all_reduce", counted * element, norms)
@@ -192,6 +201,17 @@ class StepTraffic:
             if size := gathered_bytes(whole, layout.tensor, self.sizes.compute_bytes):
                 tally.add("all_gather", size, count)
         return tally
+
+    def _summed(self, rank: int) -> list[int]:
+        """Return the number of elements in each all-reduce of parameters' gradients over the tensor
+        axis, over all shards. If the state is sharded, each rank sums only its own shard, and
+        `_tensor` counts the mean over the shards."""
+        if self.layout.tensor == 1:
+            return []
+        parts = [part for _, part in self.held.of_rank(rank)]
+        partial = sum(part.partial(self.layout.sequence_parallel) for part in parts)
+        copied = [size for part in parts for size in part.copied(self.layout.tensor)]
+        return [partial, *copied] if partial else copied
 
     def _over(self, group: str, rank: int) -> Tally:
         """Return the traffic inside layers over the context axis (keys, values and their

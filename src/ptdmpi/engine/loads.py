@@ -62,7 +62,8 @@ class Balance:
     """The sum of expert loads over all ranks, and the update of the balance numbers of the experts.
     If the key `balance` is "bias", the balance numbers are added to the scores that determine which
     experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If `balance` is "batch",
-    the balance number of an expert is (its load in the step / the mean load) - 1."""
+    the balance number of an expert is (its load in the step / the mean load) - 1. The balance loss
+    of the next step is computed from these numbers."""
 
     def __init__(
         self, config: Config, axes: Axes, stages: Mapping[int, Stage], state: State

@@ -27,9 +27,9 @@ FREE_TO_CHANGE = {
 # and an error must name the key that the user has changed.
 HEADS = ("hidden", "heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
 # Keys of [model] that may differ between the model with adapters and its base model. These are the
-# keys that may change between two starts, and three more: the sequence length; `kind`, which only
-# sets the defaults of other keys; and `vocab_size`, because the shapes of the tensors would reveal
-# a difference.
+# keys that may change between two starts, and three more. Adapters may be trained with another
+# sequence length than the base model. `kind` only sets the defaults of other keys. `vocab_size`
+# need not be compared, because the shapes of the tensors would reveal a difference.
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because a task's head replaces the head of the base model
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}

@@ -1,5 +1,5 @@
 """The training loop. After each step, the loop writes the record of the step. Then the loop
-validates, saves a checkpoint or stops, whichever is due.
+validates, saves a checkpoint and stops, each only if it is due.
 """
 
 import contextlib
@@ -135,8 +135,8 @@ class Loop:
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
-        # At the end, close the lookout (the object that monitors the run), because this unlocks the
-        # run directory.
+        # Close the lookout (the object that monitors the run) last, because this unlocks the run
+        # directory.
         self.lookout.close()
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:

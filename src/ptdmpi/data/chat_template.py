@@ -20,8 +20,8 @@ from ptdmpi.config import InputError
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ANSWER = "assistant"  # the role of messages that are answers.
-# The template for tokenizers without a chat template: one line "role: text" per message, with an
-# end of document after each answer.
+# The template for tokenizers without a chat template: one line "role: text" per message, with the
+# end-of-document token after each answer.
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"

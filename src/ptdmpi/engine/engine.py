@@ -429,8 +429,8 @@ def _buffer(
     each stage an object that gathers weights and reduces gradients during the forward and backward.
     If `overlaps` is True, each module is a separate shard unit. Raise OSError if the disk has no
     space for a file."""
-    # the parameters of the first stage come first: a tied table is used first in the embedding,
-    # then in the head
+    # list the parameters of the first stage first, so that the first use of a tied table is the
+    # embedding, and the second use is the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
 

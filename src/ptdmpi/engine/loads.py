@@ -115,7 +115,7 @@ class Balance:
 
     def _place(self, layer: int) -> str:
         """Return the prefix of the names of the parameters of layer number `layer`, such as
-        "layers.0". Modules for multi-token prediction have the numbers after the number of the last
+        "layers.0". The numbers of modules for multi-token prediction follow the number of the last
         layer."""
         module = layer - self.model.layers
         return f"layers.{layer}" if module < 0 else f"{MODULES}.{module}"

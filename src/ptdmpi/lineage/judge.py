@@ -168,7 +168,8 @@ def _require_same_model(
     """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
     Comparing the shapes of the tensors is not enough: with another number of heads or another
     activation, the model would silently compute another function, although the shapes may be the
-    same. `otherwise` is added to the legal values in the message, except for keys in HEADS."""
+    same. `otherwise` is added to the legal values in the message. It is not added for keys in
+    HEADS, because these keys must also be the same if a new run begins with the weights."""
     here = config.model.model_dump()
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}

@@ -155,7 +155,7 @@ class Memory:
             # tensor could not be allocated
             if _lacks_memory(error):
                 # the predicted memory was available at the start, but now another program may use a
-                # part of it
+                # part of it, so assume that less is available than is needed
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
                 # ignore the hosts' memory, which was checked at the start, because a new check

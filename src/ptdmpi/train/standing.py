@@ -33,7 +33,7 @@ class Standing:
     `worse` reaches `stop_after_worse` (0: never). `trained` is the newest step that had a record
     when this attempt of the run began. `tasks_step` is the newest step with recorded scores of
     tasks. A stop may have interrupted the validation or the evaluation of tasks after step
-    `trained`.
+    `trained`; then `seen` has no validation of this step, or `tasks_step` is lower than `trained`.
     """
 
     stop_after_worse: int = 0

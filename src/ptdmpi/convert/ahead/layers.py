@@ -1,5 +1,5 @@
-"""Modules for multi-token prediction in the files of Hugging Face. The files of DeepSeek-V3 number
-a module like one more layer after the model's last layer.
+"""Modules for multi-token prediction in the files of Hugging Face. In the files of DeepSeek-V3, the
+modules have the layer numbers that follow the number of the model's last layer.
 
 The tensor names in this module lack the prefix of the base model, such as "model.".
 """

@@ -45,7 +45,7 @@ class Choco(Decentralized):
     def after_update(self, step: int, skipped: bool) -> None:
         """Send the compressed difference of this replica to its neighbours. Then move the weights
         of this replica towards the public weights of its neighbours."""
-        # `public` has no parts on a rank that trains no parameter
+        # a rank that trains no parameter has no public weights, so it exchanges nothing
         if skipped or not self.state.kinds[PUBLIC].parts:
             return
         (graph,) = self._graphs

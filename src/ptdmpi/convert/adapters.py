@@ -49,8 +49,8 @@ class AdapterPlace:
     """The position of one adapter in the model. A linear layer may compute several outputs, for
     example queries, keys and values. The adapter changes output number `output` of the linear layer
     `linear`, and `rows` are the rows of the layer's weight that compute this output. If `by_rows`
-    is True, tensor ranks divide the inputs of the linear layer, and one adapter changes all its
-    outputs."""
+    is True, tensor ranks divide the inputs of the linear layer, and one adapter changes all outputs
+    of the layer."""
 
     linear: str
     target: str
@@ -414,7 +414,8 @@ def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
     """Return the file with the chat template of the conversations on which the adapter was trained,
     and "". If the adapter has no template, return None in place of the file. If the template cannot
     be found, return None and a note that gives the reason."""
-    # this module imports h5py, which is needed only for adapters that have shards
+    # import this module only here: it imports h5py, which is needed only for adapters that have
+    # shards
     from ptdmpi.inference.tokenizer import template_file
 
     try:
@@ -437,7 +438,8 @@ def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None,
 def _tokenizer_of(stored: StoredModel) -> str:
     """Return the name of the base model's tokenizer for the section [task]. Return "" if the
     tokenizer is in the model's own directory, or is unknown."""
-    # this module imports h5py, which is needed only for models that have shards
+    # import this module only here: it imports h5py, which is needed only for models that have
+    # shards
     from ptdmpi.inference.text import name_of
 
     if (stored.path / KEPT).is_dir():

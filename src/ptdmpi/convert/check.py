@@ -153,7 +153,8 @@ def _logits(
                 return (stage.scores(batch, x, None),)
             if stage.last:
                 heads = (*stage.heads(x), *stage.heads_ahead(batch, x))
-    # logits of tokens [tokens, prompts, vocabulary], and of the order of segments [prompts, 2]
+    # the logits of tokens are [tokens, prompts, vocabulary], so swap two dims; a head for the order
+    # of segments has logits [prompts, 2]
     return tuple(x.transpose(0, 1) if x.dim() == 3 else x for x in heads)
 
 

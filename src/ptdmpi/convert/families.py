@@ -29,7 +29,8 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    # a later check reports an illegal hidden size, so here any MLP width may be returned for it
+    # if the hidden size is illegal, return any MLP width, because a later check reports the hidden
+    # size
     ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",

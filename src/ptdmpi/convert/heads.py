@@ -23,7 +23,7 @@ ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultiple
 def task_in(config: ConfigJson) -> TaskConfig:
     """Return the task of the model that a config.json describes. The number of candidates of a
     multiple-choice task is not in config.json. Raise InputError if a classification has fewer than
-    two classes, and for the reasons of `_labels`."""
+    two classes. Also raise the same errors as `_labels`."""
     named = config.get("architectures", [])
     name = ""
     if isinstance(named, list) and named:

@@ -148,9 +148,10 @@ def _contents(stored: StoredModel, like: Path | None) -> tuple[Contents, dict[st
 
 
 def _modules(original: Contents | None, model: ModelConfig) -> int:
-    """Return how many modules for multi-token prediction the target directory gets: as many as the
-    trained model has, but at most as many as the original files have, if there are original files.
-    The number is 0 if files of the family have no such modules."""
+    """Return how many modules for multi-token prediction the target directory gets. If there are
+    original files, this is the number of modules in the trained model or in the original files,
+    whichever is less. Otherwise, it is the number in the trained model, or 0 if files of the family
+    have no such modules."""
     family = family_for(model) if original is None else original.family
     if original is None or not family.copies:
         return model.mtp_modules if family.copies else 0
@@ -357,7 +358,7 @@ def _buffers(kept: Path | None) -> set[str]:
 def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
     """Return the contents of the target directory for a model that was not converted from Hugging
     Face."""
-    # this module imports h5py, which is needed only for models that have shards
+    # imported only here: this module imports h5py, which is needed only for models with shards
     from ptdmpi.convert.tokenizer import tokenizer_of
 
     model = stored.config().model
@@ -396,7 +397,7 @@ def _with_template(contents: Contents, stored: StoredModel) -> Contents:
     on, if there were any."""
     if not (stored.datasets or (stored.path / TEMPLATE).is_file()):
         return contents
-    # this module imports h5py, which is needed only for models that have shards
+    # imported only here: this module imports h5py, which is needed only for models with shards
     from ptdmpi.convert.tokenizer import template_of
 
     template = template_of(stored, contents.kept)

@@ -266,7 +266,7 @@ class Prefetcher:
         return error if isinstance(error, InputError | OSError) else None
 
     def close(self) -> None:
-        """End the thread that reads in advance, and the iteration. `close` may be called more than
+        """End the iteration, and the thread that reads in advance. `close` may be called more than
         once."""
         self._steps = iter(())
         self._ahead.clear()

@@ -31,7 +31,8 @@ class Tokens(Protocol):
 
 
 class BlockSums:
-    """The checksums of the blocks of a stream of tokens, which arrives in pieces of any size."""
+    """The checksums of a shard's blocks, computed from a stream of tokens that arrives in pieces of
+    any size."""
 
     def __init__(self) -> None:
         self._sums: list[int] = []

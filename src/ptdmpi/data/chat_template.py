@@ -20,8 +20,8 @@ from ptdmpi.config import InputError
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ANSWER = "assistant"  # the role of messages that are answers.
-# The template for tokenizers without a chat template: one line "role: text" per message, with an
-# end of document after each answer.
+# The template for tokenizers without a chat template: one line "role: text" per message, with the
+# end-of-document token after each answer.
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -79,8 +79,9 @@ class ChatTemplate:
         """Return the text of a conversation. If `ask` is True, the text ends with the prompt for an
         answer.
 
-        Raise InputError if the template cannot be compiled, or refuses the conversation. In the
-        second case, the message contains the text of the template's own error.
+        Raise InputError if the template cannot be compiled, or refuses the conversation. If the
+        template refuses the conversation, the message contains the text of the template's own
+        error.
         """
         return self._marked(messages, ask).replace(BEGIN, "").replace(END, "")
 
@@ -128,8 +129,8 @@ class ChatTemplate:
         """Return the text of a conversation, and the positions of the answers in this text.
 
         Answers are the texts of the template's {% generation %} blocks. If the template has no such
-        blocks, an answer is the rest of an assistant's turn after the prompt for the answer. The
-        white space at the end of the turn does not belong to the answer. The spaces before an
+        blocks, an answer is the text of an assistant's turn that follows the prompt for the answer.
+        The white space at the end of the turn does not belong to the answer. The spaces before an
         answer belong to the answer, because tokenizers put these spaces into the token of the next
         word.
 

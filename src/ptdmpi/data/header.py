@@ -7,9 +7,9 @@ is contiguous, and has uint64 offsets into `tokens`: the first is 0, and the las
 tokens. A shard of format 2 also has a dataset `weights` (uint8, one per token: 1 if the token
 counts as a label, 0 if it is only an input). The attribute `row_length` of a shard of format 2 is
 the length of the rows into which its documents were packed. Format 3 is format 2 with pairs of
-answers. In each row, document 2 i ends with a preferred answer, and document 2 i + 1 ends with
-another answer to the same prompt. If a row has an odd number of documents, the last one is padding.
-`blocks.py` describes the dataset `token_blocks`.
+answers. Documents of a row are counted from 0: document 2 i ends with a preferred answer, and
+document 2 i + 1 ends with another answer to the same prompt. If a row has an odd number of
+documents, the last one is padding. `blocks.py` describes the dataset `token_blocks`.
 """
 
 import hashlib
@@ -141,9 +141,10 @@ class _Extent(NamedTuple):
 
 
 def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
-    """Return the position, length and type of the 1-D contiguous dataset `name`. Raise TypeError or
-    ValueError if there is no dataset of this name, or if its type is not in `dtypes`, its layout is
-    not contiguous, or it is not completely inside the file."""
+    """Return the position, length and type of the 1-D contiguous dataset `name`. Raise TypeError if
+    there is no dataset of this name. Raise ValueError if the type of the dataset is not in
+    `dtypes`, if the dataset is empty, not 1-D or not contiguous, or if it is not completely inside
+    the file."""
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise TypeError(f"has no dataset {name!r}")

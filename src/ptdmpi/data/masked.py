@@ -36,8 +36,8 @@ def predictions(fraction: float, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a masked language model: the `ids` and token `types` of its tokens (no
-    padding), the `masked` positions, and the `labels`: the original tokens at the masked positions.
+    """One sample of a masked language model, with the `ids` and the token `types` of its tokens (no
+    padding), and the `masked` positions. `labels` are the original tokens at the masked positions.
     `order` is 0 for segments in order, 1 for swapped segments and -1 for a single segment."""
 
     ids: np.ndarray
@@ -103,8 +103,9 @@ class MaskedSamples:
         )
 
     def sample(self, window: np.ndarray, documents: np.ndarray, number: int) -> Sample:
-        """Return global sample `number`, made from a window: its token ids (int [n]) and the
-        document numbers of its tokens (int [n]).
+        """Return the sample with the global number `number`. The sample is made from a window of n
+        tokens: `window` has the ids of these tokens, and `documents` has the number of each token's
+        document (both int [n]).
 
         The sample's text is the part of one document that is inside the window. To choose the
         document, a random token of the window is drawn, and the document that contains this token

@@ -33,9 +33,9 @@ class OwnDataset:
 
     def __init__(self, path: str, seq_length: int) -> None:
         """Make the user's object for sequences of `seq_length` tokens. Raise InputError if the
-        user's class ends the program, if the object's `vocab_size` is not an integer above 0, if
-        the object has no length or no samples, or if `row` raises InputError for the first or the
-        last sample."""
+        user's class tries to end the program (for example by `sys.exit`), if the object's
+        `vocab_size` is not an integer above 0, if the object has no length or no samples, or if
+        `row` raises InputError for the first or the last sample."""
         self.path = path
         self.seq_length = seq_length
         with users_code(path), same_directory():
@@ -67,9 +67,9 @@ class OwnDataset:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the ids [s + 1] of sample `number`, and the weights [s] of its labels (None: all
-        weights are 1). Raise InputError if the method `sample` ends the program, if ids or weights
-        have other sizes, if an id is not an integer or is outside the vocabulary, or if a weight is
-        not finite."""
+        weights are 1). Raise InputError if the method `sample` tries to end the program (for
+        example by `sys.exit`), if ids or weights have other sizes, if an id is not an integer or is
+        outside the vocabulary, or if a weight is not finite."""
         with users_code(f"{self.path}: sample {number}"):
             sample: Any = self._own.sample(int(number))
         ids, weights = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)

@@ -152,8 +152,8 @@ class _MappedTokens:
 
 
 def map_weights(header: ShardHeader) -> np.ndarray:
-    """Return the weights of a weighted shard's tokens, uint8 [tokens], mapped into memory. Raise
-    the same errors as `confirmed`."""
+    """Return the weights of the tokens of a shard that stores weights, uint8 [tokens], mapped into
+    memory. Raise the same errors as `confirmed`."""
     header = confirmed(header)
     offset = header.weights_byte_offset
     return np.memmap(header.path, "u1", "r", offset, (header.tokens,)).view(np.ndarray)

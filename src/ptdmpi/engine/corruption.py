@@ -187,9 +187,9 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
-    """Combine the hashes `values` of this rank's tensors. `members` has, for each tensor, the ranks
-    that should have the same values in it. Return one combined hash for each such group of at least
-    two ranks. A combined hash covers all tensors that the ranks of the group have in common."""
+    """Combine the hashes `values` of this rank's tensors. `members` has a group of ranks for each
+    tensor: the ranks that should have the same values in this tensor. Return a dict: group of at
+    least two ranks -> combined hash of all tensors that have this group."""
     sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
     for ranks, value in zip(members, values, strict=True):
         if ranks in sums:
@@ -200,9 +200,10 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Compare the combined hashes `sums` of rank `rank` with the combined hashes of those ranks
-    with greater numbers that should have the same values. Return True if they are equal. `every`
-    has the combined hashes of each rank."""
+    """Compare the combined hashes `sums` of rank `rank` with the combined hashes of other ranks.
+    Rank `rank` is compared with each rank that has a greater number and should have the same
+    values. Return True if all compared hashes are equal. `every` has the combined hashes of each
+    rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

@@ -165,7 +165,7 @@ class Engine:
             counted = self.balance.sent()
             greatest = self.scales.sent()
             # the host waits for the device, because loss and norm decide whether the step is
-            # skipped, and because an aborted message leaves an incomplete result
+            # skipped; `settle` raises an error if a failed connection has left wrong values
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
@@ -242,8 +242,8 @@ class Engine:
         Return three values: the microbatches, which have their losses if this rank has the last
         stage; the number of terms of each loss in the global batch, by name; and a factor. The
         gradients in the buffer are the gradients of the mean loss, multiplied by this factor. The
-        factor is the loss scale of fp16. With a loss function of the user, the factor also contains
-        (number of terms of this loss / number of tokens).
+        factor is the loss scale of fp16. If the user has written the loss function, the factor is
+        the loss scale times (number of terms of this loss / number of tokens).
         """
         # Count the terms first: each gradient is weighted by 1 / (valid tokens of the global batch)
         # when it is computed, so the gradients of microbatches with different numbers of tokens are
@@ -429,8 +429,8 @@ def _buffer(
     each stage an object that gathers weights and reduces gradients during the forward and backward.
     If `overlaps` is True, each module is a separate shard unit. Raise OSError if the disk has no
     space for a file."""
-    # the parameters of the first stage come first: a tied table is used first in the embedding,
-    # then in the head
+    # list the parameters of the first stage first, so that the first use of a tied table is the
+    # embedding, and the second use is the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
 
@@ -479,8 +479,8 @@ def _compile(
 def _state(
     config: Config, buffer: ParameterBuffer, borrowed: Sequence[str], policy: DataParallel
 ) -> State:
-    """Return the state of a rank: the weights, and the further kinds of state of the optimizer and
-    of the data-parallel method. Raise OSError if the disk has no space for a file."""
+    """Return the state of a rank: the weights, and all other values that the optimizer and the
+    data-parallel method store. Raise OSError if the disk has no space for a file."""
     names = names_of_kinds(config.optimizer, buffer)
     moments = {
         name: Kept(policy.differs, needed=True, names=names.get(name))

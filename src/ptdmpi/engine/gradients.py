@@ -50,9 +50,9 @@ class PartialSum:
 
 
 class CopiedShares:
-    """The sum of the gradients of parameters that are copied on neighbouring ranks of the tensor
-    axis. An example is a key head that serves the queries of several ranks. Each of these ranks
-    computes the part of the gradient that comes from its own queries.
+    """A sum of gradients for parameters that are copied on neighbouring ranks of the tensor axis.
+    An example is a key head that serves the queries of several ranks. Each of these ranks computes
+    the part of the gradient that comes from its own queries.
 
     `copied` maps the name of a parameter to its slices on this rank. Other ranks have copies of
     some of these slices.
@@ -94,7 +94,8 @@ class CopiedShares:
 
 
 class TiedTable:
-    """The sum of the gradients of the two uses of a tied table, as embedding and as head.
+    """The sum of two gradients of a tied table: the gradient of its use as embedding, and the
+    gradient of its use as head.
 
     `ends` is the group of the two ranks that use the table, one as embedding and one as head.
     `ends` is None if both uses are on this rank. The gradients of the two uses are accumulated
@@ -108,8 +109,8 @@ class TiedTable:
 
     def reduce(self) -> None:
         """Add the gradients of the two uses. After the call, both the first and the last stage have
-        the sum of the two gradients. If both uses of the table are on this rank, the gradient of
-        the first use is the sum.
+        the sum of the two gradients. If both uses of the table are on this rank, the sum replaces
+        the gradient of the first use.
         """
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])

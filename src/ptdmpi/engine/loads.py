@@ -62,7 +62,8 @@ class Balance:
     """The sum of expert loads over all ranks, and the update of the balance numbers of the experts.
     If the key `balance` is "bias", the balance numbers are added to the scores that determine which
     experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). If `balance` is "batch",
-    the balance number of an expert is (its load in the step / the mean load) - 1."""
+    the balance number of an expert is (its load in the step / the mean load) - 1. The balance loss
+    of the next step is computed from these numbers."""
 
     def __init__(
         self, config: Config, axes: Axes, stages: Mapping[int, Stage], state: State
@@ -114,7 +115,7 @@ class Balance:
 
     def _place(self, layer: int) -> str:
         """Return the prefix of the names of the parameters of layer number `layer`, such as
-        "layers.0". Modules for multi-token prediction have the numbers after the number of the last
+        "layers.0". The numbers of modules for multi-token prediction follow the number of the last
         layer."""
         module = layer - self.model.layers
         return f"layers.{layer}" if module < 0 else f"{MODULES}.{module}"

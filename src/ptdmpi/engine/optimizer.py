@@ -111,7 +111,8 @@ class Optimizer:
         width_ratio: float = 1.0,
     ) -> None:
         """Prepare the update of `state`. `tensor` is the communicator of the tensor axis, whose
-        ranks have slices of Muon's matrices. `width_ratio` is the ratio of widths in muP."""
+        ranks have slices of Muon's matrices. `width_ratio` is the width of the model divided by the
+        base width of muP."""
         self.config = config
         self.state = state
         buffer = state.buffer

@@ -15,9 +15,9 @@ from ptdmpi.plan.shape.dealt import owners
 
 
 class Parcels:
-    """The positions of parts of matrices in the messages between the ranks of a shard group. Each
-    pair of ranks exchanges one message in each direction. If the state is not sharded, each rank
-    owns all its matrices, and no message is sent.
+    """The layout of the messages in which the ranks of a shard group exchange parts of matrices.
+    Each pair of ranks exchanges one message in each direction. If the state is not sharded, each
+    rank owns all its matrices, and no message is sent.
 
     `away` is for matrices that other ranks own. It maps the name of a matrix to the position of
     this rank's part in the message to the owner. `coming` is for matrices that this rank owns. It
@@ -27,8 +27,8 @@ class Parcels:
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:
-        """Compute the positions of the parts in the messages. `costs` has the cost of
-        orthogonalizing each matrix, by its name, for all matrices of the shard group."""
+        """Compute the positions of the parts in the messages. `costs` maps the name of each matrix
+        of the shard group to the cost of orthogonalizing this matrix."""
         portion = buffer.portion
         self.group = portion.group
         here = portion.group.rank if portion.shards > 1 else 0

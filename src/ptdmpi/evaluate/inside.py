@@ -40,14 +40,14 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
     # the system's limit on processes does not apply to root, so root becomes the user `nobody`
     if os.geteuid() == 0:
         keep_library()
-        # the call returns EINVAL for capabilities that the kernel does not have
+        # the call does nothing, and returns EINVAL, for capabilities that the kernel does not have
         for capability in range(CAPABILITIES):
             libc.prctl(DROP_BOUND, capability, 0, 0, 0)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
         # without this call /proc/self would belong to root, and the process could not import
-        # Python's library
+        # Python's library through /proc/self/fd (see `keep_library`)
         libc.prctl(DUMPABLE, 1, 0, 0, 0)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
@@ -82,7 +82,7 @@ def main() -> None:
     """Run the program on stdin within the limits of the command line."""
     token, verdict, memory_bytes, cpu_s = map(int, sys.argv[1:5])
     program = sys.stdin.buffer.read()
-    # the program cannot read anything from its standard input
+    # replace the standard input, so that the program cannot read anything from it
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["program"]
     confine(memory_bytes, cpu_s)

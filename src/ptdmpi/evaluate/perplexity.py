@@ -134,9 +134,9 @@ def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, 
 
 
 def _windows_of(dataset: Dataset, seq_length: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of all shards of a dataset. Shards of conversations, for example, have
-    packed rows. If the shards have packed rows, each document has windows of its own, and windows
-    without a label that counts are left out."""
+    """Yield the windows of all shards of a dataset. If the shards have packed rows, as shards of
+    conversations do, each document has windows of its own. Windows in which no label counts in the
+    loss are then left out."""
     for shard, header in enumerate(dataset.headers):
         if not dataset.row_length:
             yield from windows(header.tokens, shard, seq_length, stride)

@@ -47,8 +47,8 @@ class Questions(ABC):
     ranks.
 
     `truncated` is the number of texts that are cut at their beginning because they are too long. A
-    text is a prompt, which must leave room for an answer in the sequence, or a context with one of
-    its choices.
+    text is either a prompt or a context with one of its choices. A prompt is too long if it leaves
+    no room for an answer in the sequence.
     """
 
     items: tuple[TaskItem, ...]

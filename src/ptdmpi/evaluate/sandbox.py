@@ -4,10 +4,11 @@ The sandbox limits time, memory, files and processes. A program gets its own dir
 and no capabilities. The sandbox stops accidents and simple attacks, but not a program that was
 written to break out of the sandbox. In particular, a program can make any system call. If root
 starts the program, the program runs as the user `nobody`: it can read the files that all users may
-read. Through paths with `..`, the program can also read such files in folders around the
-interpreter's library, even in folders that `nobody` may not enter. If another user starts the
-program, the program can read the files of this user. Run programs that are not trusted at all in a
-container.
+read. The process keeps the folders of the interpreter's library open (`inside.keep_library`).
+Through paths with `..`, the program can therefore read files in the folders around this library,
+even in folders that `nobody` may not enter, if all users may read the files. If another user starts
+the program, the program can read the files of this user. Run programs that are not trusted at all
+in a container.
 """
 
 import os

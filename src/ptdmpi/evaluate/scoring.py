@@ -16,8 +16,8 @@ from ptdmpi.generate.sampling import NOT_FINITE
 if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel
 
-# Limits for a batch: enough tokens for efficient matrix multiplications, and a bound on the memory
-# of the logits.
+# Limits for a batch: the maximum number of its tokens, which is enough for efficient matrix
+# products, and the maximum size of its logits in bytes.
 BATCH_TOKENS = 4096
 LOGITS_BYTES = 1 << 28
 

@@ -77,6 +77,7 @@ def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -
     if len(ids) == 1:
         return int(ids[0])
     bits = np.random.Philox(key=[sampling.seed, sample], counter=[0, 0, 0, position])
-    # the index of the greatest value + Gumbel noise is a sample from softmax(value) (Gumbel 1954)
+    # the index of the greatest sum of value and Gumbel noise is a sample from softmax(values)
+    # (Gumbel 1954)
     noise = np.random.Generator(bits).gumbel(size=len(ids))
     return int(ids[np.argmax(values + noise)])

@@ -47,7 +47,8 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
     prompts = world.on_root(lambda: writer.prepare(given))
     samples = options["samples"]
     at_once = max(1, options["batch"] * writer.model.axes["data"].size // samples)
-    # display no bar if the lines go to a terminal, because they would overwrite each other
+    # display no bar if the lines go to a terminal, because the bar and the lines would overwrite
+    # each other
     bar = progress("generating", len(given), "prompt")
     with nullcontext(_silent) if sys.stdout.isatty() else bar as advance:
         for first in range(0, len(given), at_once):

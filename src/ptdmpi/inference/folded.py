@@ -2,9 +2,9 @@
 `transformers` do not have these factors.
 
 The weights of the final norm are multiplied by the factor of the logits. The head comes after this
-norm, so the weights of the head do not change and may stay tied to the embedding. The factor of the
-products of queries and keys multiplies the weights that compute the queries, or the weights of the
-queries' norm if there is one.
+norm, so the weights of the head do not change and may stay tied to the embedding. muP also has a
+factor for the products of queries and keys. The weights that compute the queries are multiplied by
+this factor. If the queries have a norm, the weights of this norm are multiplied instead.
 """
 
 import torch

@@ -119,7 +119,7 @@ class InferenceModel:
         [positions, sequences]. Ranks without the last stage return None.
 
         With a cache, the ids follow the tokens in the cache, and attend to these tokens. Without a
-        cache, each column of the ids is a sequence from its first token.
+        cache, each column of the ids begins with the first token of its sequence.
         """
 
         def advance(stage: Stage, x: Tensor | None) -> Tensor:

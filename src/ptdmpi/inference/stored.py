@@ -169,8 +169,9 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    # The section [model] in config.toml is that of the run's last start. The section [model] in the
-    # checkpoint is that with which its weights were trained, so it is used if it exists.
+    # config.toml has the section [model] of the run's last start. The checkpoint has the section
+    # [model] with which its weights were trained. So the section in the checkpoint is used if it
+    # exists.
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 

@@ -140,9 +140,10 @@ def find_chat(
     """Return the chat template with which the model was trained; None if the model was trained
     without a chat template.
 
-    If ptdmpi trained the `adapter` on conversations, the result is their template. Otherwise it is
-    the template of the conversations on which ptdmpi trained the model, or else the template that
-    came with a model from Hugging Face. Raise InputError if a shard or a template cannot be read.
+    If ptdmpi trained the `adapter` on conversations, the result is the template of these
+    conversations. Otherwise, if ptdmpi trained the model on conversations, the result is the
+    template of those conversations. Otherwise, the result is the template that came with a model
+    from Hugging Face. Raise InputError if a shard or a template cannot be read.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None

@@ -187,6 +187,6 @@ def _now() -> str:
     """Return the local time, or UTC if the environment variable TZ names no legal time zone."""
     try:
         now = datetime.now().astimezone()
-    except ValueError:  # an offset of a day or more
+    except ValueError:  # TZ has an offset of a day or more from UTC
         now = datetime.now(UTC)
     return now.isoformat(timespec="seconds")

@@ -27,9 +27,9 @@ FREE_TO_CHANGE = {
 # and an error must name the key that the user has changed.
 HEADS = ("hidden", "heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
 # Keys of [model] that may differ between the model with adapters and its base model. These are the
-# keys that may change between two starts, and three more: the sequence length; `kind`, which only
-# sets the defaults of other keys; and `vocab_size`, because the shapes of the tensors would reveal
-# a difference.
+# keys that may change between two starts, and three more. Adapters may be trained with another
+# sequence length than the base model. `kind` only sets the defaults of other keys. `vocab_size`
+# need not be compared, because the shapes of the tensors would reveal a difference.
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because a task's head replaces the head of the base model
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
@@ -168,7 +168,8 @@ def _require_same_model(
     """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
     Comparing the shapes of the tensors is not enough: with another number of heads or another
     activation, the model would silently compute another function, although the shapes may be the
-    same. `otherwise` is added to the legal values in the message, except for keys in HEADS."""
+    same. `otherwise` is added to the legal values in the message. It is not added for keys in
+    HEADS, because these keys must also be the same if a new run begins with the weights."""
     here = config.model.model_dump()
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}

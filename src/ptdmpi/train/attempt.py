@@ -252,9 +252,9 @@ class Attempt:
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
         """Return a context. At the end of the `with` block, the context writes to the history why
         the block ended, and how many steps were done. The context also sends a message about the
-        end. But if this rank fails and the job has several ranks, the heartbeat (a thread that
-        monitors all ranks) sends this message, because the heartbeat ends the job and knows all
-        failed ranks. After an InputError, however, the context sends the message."""
+        end, with one exception. If the job has several ranks, and this rank fails with an error
+        other than InputError, the heartbeat (a thread that monitors all ranks) sends the message,
+        because the heartbeat ends the job and knows all failed ranks."""
         why = event = "done"
         try:
             yield

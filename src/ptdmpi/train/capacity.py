@@ -155,7 +155,7 @@ class Memory:
             # tensor could not be allocated
             if _lacks_memory(error):
                 # the predicted memory was available at the start, but now another program may use a
-                # part of it
+                # part of it, so assume that less is available than is needed
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
                 # ignore the hosts' memory, which was checked at the start, because a new check
@@ -297,9 +297,9 @@ def host_memory_bytes() -> int:
 
 
 def _limits() -> Iterator[str]:
-    """Yield the memory limits of this process's control groups and of all their parents, as the
-    texts in the files of the limits (a number of bytes, or "max"). Both versions of Linux control
-    groups (1 and 2) are supported."""
+    """Yield the memory limits of this process's control groups and of all their parents. Each limit
+    is the text of its file: a number of bytes, or "max". Both versions of Linux control groups (1
+    and 2) are supported."""
     for line in (PROCESS / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -394,9 +394,10 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if `dataset` contains packed conversations or pairs of answers, and the run
-    cannot train on them with its settings: the objective, the sequence length, and the boundaries
-    of documents.
+    """Raise InputError if `dataset` does not fit the settings of the run. A run that compares pairs
+    of answers needs datasets of pairs, and no other run may use such datasets. If the dataset has
+    packed rows, the run must also have the right kind of model, sequence length and document
+    boundaries, and no bigram baseline.
     """
     rows = dataset.row_length
     compares = config.preference.compares

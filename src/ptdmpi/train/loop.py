@@ -1,5 +1,5 @@
 """The training loop. After each step, the loop writes the record of the step. Then the loop
-validates, saves a checkpoint or stops, whichever is due.
+validates, saves a checkpoint and stops, each only if it is due.
 """
 
 import contextlib
@@ -82,9 +82,9 @@ class Loop:
         run.
 
         Yield each step after its record, validation and checkpoint. Raises SystemExit on every rank
-        if the run must end earlier. The code is 75 after a requested stop, for which the run has
-        saved. It is 1 if too many steps in a row had a loss or a gradient that was not finite, and
-        3 or 4 if the state is corrupt.
+        if the run must end earlier. The code is 75 after a requested stop, before which the run has
+        saved a checkpoint. It is 1 if too many steps in a row had a loss or a gradient that was not
+        finite, and 3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -135,8 +135,8 @@ class Loop:
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
-        # At the end, close the lookout (the object that monitors the run), because this unlocks the
-        # run directory.
+        # Close the lookout (the object that monitors the run) last, because this unlocks the run
+        # directory.
         self.lookout.close()
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:

@@ -104,7 +104,8 @@ class Survivors:
         try:
             code = yield from self._work()
         # All training ranks have raised this error, but spare ranks have not. So raise InputError
-        # instead, which means an error of this rank only and therefore also ends the spare ranks.
+        # instead: it means an error of one rank, so `fail_together` ends all ranks, including the
+        # spare ranks.
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:

@@ -33,7 +33,7 @@ class Standing:
     `worse` reaches `stop_after_worse` (0: never). `trained` is the newest step that had a record
     when this attempt of the run began. `tasks_step` is the newest step with recorded scores of
     tasks. A stop may have interrupted the validation or the evaluation of tasks after step
-    `trained`.
+    `trained`; then `seen` has no validation of this step, or `tasks_step` is lower than `trained`.
     """
 
     stop_after_worse: int = 0
@@ -125,8 +125,9 @@ def standing_of(config: Config, step: int) -> Standing:
 
 
 def require_no_saves(config: Config) -> None:
-    """Raise InputError if the records of a run without checkpoints say that it has saved some. They
-    may be missing because their file system is not mounted, and the run would begin anew."""
+    """Raise InputError if the records of a run without checkpoints say that the run has saved a
+    checkpoint. The checkpoints may be missing because their file system is not mounted. Without
+    this error, the run would begin anew."""
     folder = Path(config.run.dir)
     records = kept_records(folder / "metrics.jsonl")
     saved = max((record["step"] for record in records if "checkpoint_bytes" in record), default=0)

@@ -1,5 +1,5 @@
-"""Modules for multi-token prediction in the files of Hugging Face. The files of DeepSeek-V3 number
-a module like one more layer after the model's last layer.
+"""Modules for multi-token prediction in the files of Hugging Face. In the files of DeepSeek-V3, the
+modules have the layer numbers that follow the number of the model's last layer.
 
 The tensor names in this module lack the prefix of the base model, such as "model.".
 """
@@ -34,9 +34,9 @@ def depth_of(
     """Return the value of `mtp_depth` for files with the tensors `names`, and a note for the user.
     `model` is the model that config.json describes, and `where` is the name of config.json.
 
-    `transformers` leaves out the modules when it saves a model, but not the key of config.json. So
-    the value is 0 if the files have no modules. Raise InputError if the files have more modules
-    than config.json says.
+    When `transformers` saves a model, it leaves out the modules, but keeps the key of config.json
+    with their number. So the value is 0 if the files have no modules. Raise InputError if the files
+    have more modules than config.json says.
     """
     said = model.mtp_depth
     there = modules_in(names, model.layers) if family.copies else said
@@ -52,8 +52,8 @@ def depth_of(
 
 def exported(needed: Mapping[str, Declaration], modules: int) -> tuple[dict[str, Declaration], str]:
     """Return the parameters of `needed` that are written to the files, and a note about the others.
-    Left out are the parameters of all modules for multi-token prediction whose number, counted from
-    0, is `modules` or more."""
+    Modules for multi-token prediction are counted from 0, and the parameters of module number
+    `modules` and of all later modules are left out."""
     written = {
         name: declaration
         for name, declaration in needed.items()

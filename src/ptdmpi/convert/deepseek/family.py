@@ -139,7 +139,7 @@ NAMES = {
     "attention__kv_up": (f"{SELF}.kv_b_proj",),
 }
 PLAIN: Family = DEEPSEEK_V3.family(**NAMES)
-# modules for multi-token prediction: one more layer each, with further tensors
+# the tensors that a module for multi-token prediction has in addition to the tensors of a layer
 MODULE = {
     "token_norm": ("layers.{i}.enorm",),
     "hidden_norm": ("layers.{i}.hnorm",),

@@ -46,11 +46,11 @@ def export(source: Path, target: Path, kind: str = WEIGHTS, base_name: str = "")
     tensors, and a note if the template is not found.
 
     The files contain `base_name`, the name or the path of the base model in `transformers`. If
-    `base_name` is "", the files contain the hub name of the original model if the base was
-    converted from a model of the hub, and otherwise the path of the base. `kind` selects the stored
-    values that are exported: the trained weights of the adapters, or the moving average of the
-    weights. Raise InputError for adapters that are missing or damaged, or that `peft` cannot
-    represent; then `target` is not written.
+    `base_name` is "" and the base was converted from a model of the hub, the files contain the name
+    of that model on the hub. If `base_name` is "" and the base has another origin, the files
+    contain the path of the base. `kind` selects the stored values that are exported: the trained
+    weights of the adapters, or the moving average of the weights. Raise InputError for adapters
+    that are missing or damaged, or that `peft` cannot represent; then `target` is not written.
     """
     adapter = load_adapter(source, kind)
     adapt = adapter.adapted.adapt

@@ -58,8 +58,10 @@ LEGAL: dict[str, Sequence[Any]] = {
 }
 
 
-# Python matches regular expressions by backtracking. A repeated group may match a name in
-# exponentially many ways, and n repeated characters may match a name of L characters in L^n ways.
+# Python matches regular expressions by backtracking. A pattern with a repeated group may match a
+# name in exponentially many ways, and a pattern with n repeated characters may match a name of L
+# characters in L^n ways. So a pattern is refused if SLOW matches a part of it, or if REPEAT matches
+# more than MOST_REPEATS parts.
 SLOW = re.compile(r"\)[*+{]")
 REPEAT = re.compile(r"[*+{]")
 MOST_REPEATS = 3
@@ -216,9 +218,9 @@ def _own(
 
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
     """Return the modules whose targets are not idle. A module of `transformers`, such as c_attn,
-    may contain several targets of ptdmpi (queries, keys and values), of which the adapters of the
-    file need not change all. A target is idle if the adapters change nothing at this target in any
-    layer, but change another target of the same linear layer."""
+    may contain several targets of ptdmpi (queries, keys and values). The adapters of the file need
+    not change all these targets. A target is idle if the adapters change nothing at this target in
+    any layer, but change another target of the same linear layer."""
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})

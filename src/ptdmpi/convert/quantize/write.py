@@ -76,11 +76,11 @@ def quantize(
     """Quantize the matrices of all layers in the newest checkpoint at `source`, and write the model
     at `target`.
 
-    Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
-    `gptq`. Embedding tables, norms, biases, routers and the head are copied. `kind` selects the
-    stored values that are quantized: the trained weights, or the moving average of the weights.
-    Raise InputError if the checkpoint is damaged or already quantized, or if the format does not
-    fit the model; then `target` is not written.
+    Without calibration `samples`, each element is rounded to the nearest level (the method absmax).
+    With `samples`, the matrices are quantized by `gptq`. Embedding tables, norms, biases, routers
+    and the head are copied. `kind` selects the stored values that are quantized: the trained
+    weights, or the moving average of the weights. Raise InputError if the checkpoint is damaged or
+    already quantized, or if the format does not fit the model; then `target` is not written.
     """
     stored = open_model(source, kind)
     if stored.manifest.form is not None:

@@ -195,7 +195,7 @@ def _routers(experts: Experts, needed: Mapping[str, Declaration]) -> Iterator[Ou
 
 
 def _normal(name: str, shape: tuple[int, ...], *, std: float, seed: int) -> Array:
-    """Return an array of normally distributed numbers with standard deviation `std`, which depend
-    only on the name of the weight, the shape and the seed."""
+    """Return an array of normally distributed numbers with standard deviation `std`. The numbers
+    depend only on the name of the weight, the shape and the seed."""
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
     return (std * generator.standard_normal(shape)).astype(np.float32)

@@ -169,9 +169,9 @@ class StoredScores:
                 )
             checksums = {suffix: entry.get(f"checksum{suffix}") for suffix in kind.types}
             self._checksums.append({name: str(value) for name, value in checksums.items()})
-        # A wrong file must stop a run at its start, not when a sample is needed hours later. The
-        # checksum of an array is computed only when the array is used, because this computation
-        # reads the whole array.
+        # A wrong file must stop a run at its start, not when a sample is needed hours later. So
+        # open each array now, which checks its type and shape. The checksum of an array is computed
+        # only when the array is used, because this computation reads the whole array.
         for number, suffix in itertools.product(range(len(self._headers)), kind.types):
             self._mapped(number, suffix)
 

@@ -12,11 +12,12 @@ def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
 
     Without error feedback, the unbiased variant of a compressor is used if there is one. Error
     feedback needs a compressor that contracts: for values x and their decoded values C(x), the
-    expected value of ||C(x) - x||^2 must be less than ||x||^2. With error feedback, the decoded
-    values of an unbiased compressor are therefore divided by 1 + omega, where omega is its variance
-    bound (see `Compressor`). Without this division, the compression errors that error feedback
-    stores would grow from step to step. The decentralized method needs a compressor that contracts,
-    too, because the differences that it sends to neighbours contain the errors of earlier messages.
+    expected value of ||C(x) - x||^2 must be less than ||x||^2. An unbiased compressor need not
+    contract. With error feedback, its decoded values are therefore divided by 1 + omega, where
+    omega is the variance bound of the compressor (see `Compressor`). Without this division, the
+    compression errors that error feedback stores would grow from step to step. The decentralized
+    method, too, needs a compressor that contracts: each replica sends a difference to its
+    neighbours, and this difference contains the compression errors of earlier messages.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

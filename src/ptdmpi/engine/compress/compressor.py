@@ -17,8 +17,8 @@ EVERYBODY = -1
 def unit_number(name: str, line: int, run: int) -> int:
     """Return the 64-bit number that identifies a compression block in a model.
 
-    The number is a hash of three values: the name of the parameter, the number of the block's first
-    line in the parameter, and the number of the block within its tile (see `units`).
+    The number is a hash of three values: the name of the parameter, the number of the first line of
+    the block's tile, and the number of the block in this tile (see `units`).
     """
     digest = hashlib.blake2b(f"{name}/{line}/{run}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -84,7 +84,8 @@ class Compressor(ABC):
     independently of other rows. An `unbiased` compressor has E C(x) = x and E ||C(x) - x||^2 <=
     omega ||x||^2, where E is the expected value. Any other compressor has E ||C(x) - x||^2 <= (1 -
     delta) ||x||^2; it contracts if delta > 0. The length of a code depends only on random numbers
-    that are the same on all data ranks.
+    that are the same on all data ranks, so each rank can compute the lengths of the codes that it
+    will receive.
     """
 
     unbiased = False

@@ -156,8 +156,8 @@ def squeezed_mean(
 
     Each data rank is the server of some tiles; the number of a tile determines its server. Each
     rank sends the code of each tile to the server of the tile. Each server averages its tiles, adds
-    its error, encodes the result, and sends this code to all ranks. A rank therefore sends about as
-    many bytes as two codes of the batch have, whatever the number of ranks is. Each rank uses and
+    its error, encodes the result, and sends this code to all ranks. A rank therefore sends about
+    twice as many bytes as a code of the batch has, for any number of ranks. Each rank uses and
     changes `error` only for the tiles that it serves.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]

@@ -1,10 +1,10 @@
 """Sparse compressors: they send some elements of each compression block (a part of a parameter),
 and all other elements become zero.
 
-Let d be the length of a block, and `ratio` the fraction of its elements that is sent. Because ratio
-d need not be an integer, floor(ratio d + u) elements of the block are sent, where u is a uniform
-random number in [0, 1) that is the same on all data ranks. The expected number of sent elements is
-then exactly ratio d.
+Let d be the length of a block, and `ratio` the fraction of its elements that is sent. The product
+ratio * d need not be an integer. So floor(ratio * d + u) elements of the block are sent, where u is
+a uniform random number in [0, 1) that is the same on all data ranks. The expected number of sent
+elements is then exactly ratio * d.
 """
 
 import math

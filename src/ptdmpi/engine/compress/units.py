@@ -36,7 +36,7 @@ def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
     for number, part in enumerate(split.parts):
         shares = most_tensor if split.most is None else min(most_tensor, split.most[number])
         # a vocabulary is padded to a multiple of the size of the tensor axis, so the axis may cut
-        # the vocabulary after any line
+        # the vocabulary after any line, and each line is a separate tile
         lines.append(part // shares if part % shares == 0 else 1)
     return tuple(lines)
 

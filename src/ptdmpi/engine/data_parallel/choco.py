@@ -21,10 +21,10 @@ class Choco(Decentralized):
         q_i = C(x_i - public_i) is sent to the neighbours;  public_j += q_j for j = i and neighbours
         x_i += rate sum_j w_ij (public_j - public_i)
 
-    In these formulas C is a compressor that contracts, w_ij are the weights of the graph, and rate
-    is `consensus_rate` (gamma in the paper). The matrix w is symmetric and the same in every step.
-    The values that C leaves out of one difference are part of the next difference x_i - public_i.
-    So a change of the weights that is not sent in one step is sent in a later step.
+    In these formulas C is a compressor that contracts, w_ij are the averaging weights of the graph,
+    and rate is `consensus_rate` (gamma in the paper). The matrix w is symmetric and the same in
+    every step. The values that C leaves out of one difference are part of the next difference x_i -
+    public_i. So a change of the weights that is not sent in one step is sent in a later step.
 
     Each replica has a copy of the public weights of each neighbour. The copy is bitwise equal to
     the public weights on the neighbour itself, because both replicas add the same decoded numbers.
@@ -45,7 +45,7 @@ class Choco(Decentralized):
     def after_update(self, step: int, skipped: bool) -> None:
         """Send the compressed difference of this replica to its neighbours. Then move the weights
         of this replica towards the public weights of its neighbours."""
-        # `public` has no parts on a rank that trains no parameter
+        # a rank that trains no parameter has no public weights, so it exchanges nothing
         if skipped or not self.state.kinds[PUBLIC].parts:
             return
         (graph,) = self._graphs

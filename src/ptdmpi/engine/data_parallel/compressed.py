@@ -60,8 +60,8 @@ class Compressed(DataParallel):
         return not self._midway
 
     def replicas_lost(self) -> None:
-        """After a loss of ranks, recompute the mean over the replicas of the estimates that the
-        error-feedback rule EF21 stores (see `feedback.ef21`)."""
+        """After a loss of ranks, recompute the mean estimate over the remaining replicas. Only the
+        error-feedback rule EF21 stores estimates (see `feedback.ef21`)."""
         kinds = self.state.kinds
         if "estimate_mean" in kinds:
             for mean, own in zip(

@@ -76,9 +76,9 @@ class CompressedTiles:
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return C(x) and its mean over all replicas for low-rank compression, as `mean` does for
-        other compressors. The state "low_rank" has the shape of the parameters. In each tile, its
-        first `compressor.rank` lines store one of the two factors of this step. The power iteration
-        of the next step starts from this factor."""
+        other compressors. The state "low_rank" has the shape of the parameters. In each tile of
+        this state, the first `compressor.rank` lines store one of the two factors of this step. The
+        power iteration of the next step starts from this factor."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -154,8 +154,8 @@ def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
 
 
 class Compression:
-    """The compression of a flat tensor, which has the elements of all parameters of a rank, in
-    batches of tiles.
+    """The compression of a flat tensor that has the elements of all parameters of a rank. The
+    tensor is compressed in batches of tiles (blocks of parameters).
 
     `bits_per_element` is the average number of bits per element in the codes (compressed values) of
     the last step; None if the last step sent no codes.

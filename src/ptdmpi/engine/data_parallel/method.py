@@ -44,7 +44,7 @@ class DataParallel(OpHook):
     moments) for the same parameters. `differs` is ("replicate",), or () if all replicas are equal,
     bit by bit, after every step.
 
-    `linear`: True if `reduce` only adds the gradients of ranks, so that it may run before the
+    `linear`: True if `reduce` only adds the gradients of ranks. Then `reduce` may run before the
     gradients are summed over the tensor axis and over the two uses of a tied embedding table. A
     method that does more than add, for example one that compresses, sets `linear` to False. The
     input of `reduce` is then this replica's gradients, already summed over its tensor ranks and,
@@ -94,9 +94,10 @@ class DataParallel(OpHook):
             self.leaf(op.stage, op.microbatch)
 
     def leaf(self, stage: int, microbatch: int) -> None:
-        """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0).
-        The engine calls `leaf` when this gradient has been added to the buffer. The gradients of
-        later microbatches are added to the same elements of the buffer."""
+        """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0). The
+        engine calls `leaf` when this gradient has been added to the buffer. The gradients of later
+        microbatches are added to the same elements of the buffer, so a method that needs this
+        gradient alone must copy it during the call."""
 
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the

@@ -15,7 +15,7 @@ class Ring(DataParallel):
     """A method that reduces the gradients around a ring of n ranks, and then gathers the sums
     around the ring (Patarasuk and Yuan 2009). The gradients are cut into groups of n - 1 parts,
     each part with at most MESSAGE_ELEMENTS elements. For each group, a rank sends at most 2 (n - 1)
-    messages of one part.
+    messages, each with one part.
 
     In the textbook algorithm, the sum of part c of the gradients begins at rank c, so the ranks are
     added in a different order for each part. In ptdmpi's ring the sum of every part begins at

@@ -1,9 +1,10 @@
 """The arithmetic of a rank: which bits its processor computes for the same operations.
 
-Two processors may round the same operations differently, for example because one of them adds
-longer vectors. The version of PyTorch, the number of threads and some environment variables, such
-as ATEN_CPU_CAPABILITY, change the bits, too. A run records its arithmetic in its checkpoints, so
-that a resumed run can report that its last bits will differ.
+Two processors may round the same operations differently, for example because one of them adds more
+numbers in one instruction, and so adds the terms of a sum in another order. The version of PyTorch,
+the number of threads and some environment variables, such as ATEN_CPU_CAPABILITY, change the bits,
+too. A run records its arithmetic in its checkpoints, so that a resumed run can report that its last
+bits will differ.
 """
 
 import hashlib

@@ -95,9 +95,9 @@ class RunDirectory:
         write_whole(self.path / "config.toml", text)
 
     def _try_files(self) -> None:
-        """Open the files to which the run appends. Raises OSError if one of them exists and cannot
-        be written, for example because it is a link to itself, or InputError if the run cannot save
-        checkpoints."""
+        """Open the files to which the run appends. Raises OSError if a file exists and cannot be
+        written, for example because it is a link to itself. Raises InputError if the run cannot
+        save checkpoints."""
         of_run(self.path / "checkpoints")
         for path in (self.metrics, self.log, self.path / HISTORY):
             if os.path.lexists(path):

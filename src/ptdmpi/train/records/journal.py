@@ -90,8 +90,9 @@ class Journal:
             self.directory.say(line, shown=is_last or not quiet())
 
     def keep_timeline(self, step: int) -> None:
-        """Write one timeline to the run directory. It shows the step with the median duration among
-        the last steps; `step` is the newest of them. All ranks must call this method."""
+        """Write one timeline to the run directory. The timeline shows the step with the median
+        duration among the last steps. `step` is the newest of these steps. All ranks must call this
+        method."""
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:

@@ -54,7 +54,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     # Lustre and GPFS often refuse the locks that HDF5 requests. Shards are only read, so they need
     # no locks.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
-    # GPU-aware MPI together with NCCL can deadlock on Cray. ptdmpi never passes GPU buffers to MPI.
+    # GPU-aware MPI together with NCCL can deadlock on Cray. ptdmpi never passes GPU buffers to MPI,
+    # so it does not need GPU-aware MPI.
     environ.setdefault("MPICH_GPU_SUPPORT_ENABLED", "0")
     # UCX, a library that Open MPI loads, would replace the program's handler of SIGHUP, so that a
     # run would not stop on SIGHUP (UCX documentation, UCX_DEBUG_SIGNO).

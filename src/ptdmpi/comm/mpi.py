@@ -73,7 +73,8 @@ class _Request:
     def done(self) -> bool:
         """Return True if the message is complete. If a received tensor is complete, copy it to its
         target."""
-        # MPI makes a completed request null, and Test of a null request is always true
+        # `Test` may be called again after it has returned True: MPI makes a completed request null,
+        # and `Test` of a null request is always true
         finished = self._request.Test()
         if finished:
             self._deliver()

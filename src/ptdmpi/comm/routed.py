@@ -1,7 +1,10 @@
 """The base class of the transports for devices. A library such as NCCL sends tensors that are on a
-device, and MPI sends tensors that are on the host. For each pair of neighbours in the pipeline
-there is one connection per direction, because the messages of a connection are sent one after the
-other."""
+device, and MPI sends tensors that are on the host.
+
+The messages of one connection are sent one after the other. Each pair of neighbours in the pipeline
+therefore has one connection per direction, so that messages in the two directions do not wait for
+each other.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

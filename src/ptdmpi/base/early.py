@@ -45,7 +45,8 @@ def begin(program: str, holding: tuple[str, ...] = ()) -> None:
     installed its own handlers.
     """
     _open_missing_streams()
-    # A shell makes its background jobs ignore SIGINT. Do not change that.
+    # A shell starts background jobs with SIGINT ignored. Install no handler in such a job, so that
+    # it still ignores SIGINT.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, EndOnInterrupt(program))
     words = [word for word in sys.argv[1:] if not word.startswith("-")]

@@ -110,8 +110,8 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
 
 
 def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise InputError if the launcher has started several ranks, but each rank is alone in an MPI
-    world of one rank.
+    """Raise InputError if the launcher has started several ranks, but MPI has given each rank a
+    separate world with one rank.
 
     The error message names the reason and the remedy.
     """

@@ -259,8 +259,8 @@ class OptimizerConfig(Section):
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
-        """Return the number of steps at the end of a run in which `decay = "wsd"` reduces the
-        learning rate; at least one. The run has `steps` steps.
+        """Return how many of the last steps of a run reduce the learning rate if `decay = "wsd"`;
+        at least one. The run has `steps` steps.
         """
         if isinstance(self.decay_steps, int):
             return self.decay_steps

@@ -106,9 +106,10 @@ def main() -> None:
 def _end_in_time() -> None:
     """Set an alarm (SIGALRM), so that the operating system ends this process after END_S seconds.
 
-    Python calls this function at the exit of the process. An earlier alarm could kill a program
-    that calls `main` and continues after the error. mpi4py calls MPI_Finalize after this function,
-    and only the operating system can interrupt MPI_Finalize.
+    Python calls this function at the exit of the process, before mpi4py calls MPI_Finalize. Only
+    the operating system can interrupt MPI_Finalize, so a Python timer would not help. The alarm is
+    set only at the exit, because a program may call `main` and continue after the error, and an
+    earlier alarm would kill this program.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, END_S)

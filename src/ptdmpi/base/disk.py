@@ -147,7 +147,7 @@ def regular_files(
     files are followed.
 
     Raise InputError for a link to a folder, for a folder that cannot be read, and for a wanted file
-    that is a link to a missing file, a pipe or a device.
+    that is a pipe, a device, or a link to a missing file.
     """
 
     def unreadable(error: OSError) -> None:

@@ -2,8 +2,9 @@
 
 A program first imports its modules, which takes some tenths of a second, or several seconds on a
 busy machine. Without this module, Ctrl-C would print a traceback during this time, and SIGTERM
-would end the process with the exit code of the signal. This module is imported first, and imports
-only `signal`, `os` and `sys`.
+would end the process with the exit code of the signal. A program imports this module before all
+other modules. The module itself imports only `signal`, `os` and `sys`, because a signal that
+arrives during these imports is not handled.
 
 A program may also start without standard input, output or error (`ptdmpi train C >&-`). `begin`
 opens /dev/null in place of a missing stream.
@@ -44,7 +45,8 @@ def begin(program: str, holding: tuple[str, ...] = ()) -> None:
     installed its own handlers.
     """
     _open_missing_streams()
-    # A shell makes its background jobs ignore SIGINT. Do not change that.
+    # A shell starts background jobs with SIGINT ignored. Install no handler in such a job, so that
+    # it still ignores SIGINT.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, EndOnInterrupt(program))
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
@@ -63,7 +65,7 @@ def _open_missing_streams() -> None:
         if getattr(sys, name) is None:
             # the smallest free number, which is the number of the missing stream
             number = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(number, True)  # for the launcher and the ranks, too
+            os.set_inheritable(number, True)  # child processes get this stream, too
             setattr(sys, name, os.fdopen(number, mode))
 
 

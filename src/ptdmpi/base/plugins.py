@@ -49,8 +49,8 @@ def is_plugin(group: str, name: str) -> bool:
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
     """Return a context for a call of the user's own code. If the code ends the program, for example
-    by `sys.exit`, raise InputError: the other ranks would wait for this rank forever. `name` is the
-    name of the code in this error."""
+    by `sys.exit`, raise InputError, because the other ranks would wait for this rank forever. The
+    error message begins with `name`, the name of the code."""
     try:
         yield
     except SystemExit:
@@ -61,9 +61,10 @@ def users_code(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_directory() -> Iterator[None]:
-    """Return a context that restores the working directory at its end, because relative paths in
-    the configuration must not change their meaning. The directory is held open, so this works even
-    if the directory has been removed."""
+    """Return a context that restores the working directory at its end. The user's code may change
+    the working directory, and the relative paths in the configuration would then name other files.
+    The context keeps the directory open, so the directory can be restored even if it has been
+    removed."""
     here = os.open(".", os.O_RDONLY)
     try:
         yield
@@ -79,8 +80,8 @@ def _registered(group: str) -> dict[str, str]:
 
 def _usable(group: str, name: str) -> Any:
     """Import the object with the name "module:object". Raise InputError if the import fails, or if
-    an object of the `group` cannot be called as this package calls it: losses, datasets and
-    sublayers with one argument."""
+    the object is not a function or a class. Also raise InputError if a loss, a dataset or a
+    sublayer (see `group`) cannot be called with one argument."""
     value = _imported(name)
     if not callable(value):
         kind = type(value).__name__

@@ -136,8 +136,9 @@ class Reader:
 
     If a whole piece is read, the reader also compares the bytes with the checksum of the piece. The
     array `checked` has one entry for each piece in `pieces`: 1 if the piece was compared with its
-    checksum, 0 if not. The attribute `means` maps the name of a tensor to the names of the
-    replicas' tensors whose mean is read (`Manifest.means`). Threads must not share a reader.
+    checksum, 0 if not. A tensor may be stored separately for each replica. Then `means` maps its
+    name to the names of the stored tensors, and a read of the tensor returns their mean
+    (`Manifest.means`). Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -227,10 +228,11 @@ class Reader:
         target[...] = total / total.dtype.type(len(names))
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
-        """Fill `target` with the slice `wanted` of a quantized weight, dequantized in float32. The
-        value of an element is the level of its code times the scale of its block. If the quantized
-        format stores the lowest value of each block, this value is added. Complete blocks are read,
-        and the wanted elements are taken from these blocks.
+        """Fill `target` with the slice `wanted` of a quantized weight, dequantized in float32. Each
+        code stands for a number, its level. The value of an element is the level of its code times
+        the scale of its block. If the quantized format stores the lowest value of each block, this
+        value is added. Complete blocks are read, and the wanted elements are taken from these
+        blocks.
         """
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"

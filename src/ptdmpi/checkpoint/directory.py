@@ -80,8 +80,9 @@ def missing_newest(directory: Path, existing: Collection[Path]) -> list[str]:
 
 
 def named(path: Path) -> Path:
-    """Return the checkpoint that a user names by its path, or by the file `latest` or `best`.
-    RUN/best means RUN/checkpoints/best. Raise InputError if the file names no checkpoint."""
+    """Return the checkpoint that a user names by its path, or by the file `latest` or `best`. If
+    RUN/best does not exist, it means RUN/checkpoints/best; RUN/latest is treated in the same way.
+    Raise InputError if the file names no checkpoint, or if the run has no best checkpoint."""
     if path.name in (LATEST, BEST) and not path.exists():
         inside = path.parent / "checkpoints" / path.name
         if (
@@ -170,8 +171,8 @@ def give_name(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def point(final: Path) -> None:
-    """Write the name of a checkpoint to the file `latest`. Then remove the older checkpoint that
-    `give_name` has replaced by it."""
+    """Write the name of the checkpoint `final` to the file `latest`. Then, if `give_name` has
+    renamed an older checkpoint of the same step to `.replaced`, remove the older checkpoint."""
     write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(_replaced(final)):
         discard(_replaced(final))

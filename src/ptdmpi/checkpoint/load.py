@@ -201,7 +201,8 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     unfit = _first(world, InputError, kind)
     kinds = partial(require_kinds, directory, manifest, wanted.kinds)
     unfit = unfit or _first(world, InputError, kinds)
-    # `judge` names the changed key, and `fit` only the tensor, so `judge` comes first
+    # call `judge` before `fit`: the message of `judge` names the key that has changed, and the
+    # message of `fit` names only a tensor
     unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
     unfit = unfit or _first(world, InputError, fit)
     if unfit:

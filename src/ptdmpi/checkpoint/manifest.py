@@ -7,8 +7,9 @@
 A quantized weight is stored as two tensors, `codes/NAME` and `scales/NAME`. The entry
 "quantization": {"codes", "block", ...} has the format of all quantized weights. Reading
 `weights/NAME` returns the dequantized values. The entry "exponents": {name: "-3 -3 -4"} is for
-matrix products in 8-bit floating point with delayed scales. The entry has, for each operand of such
-a product, the exponents of the operand's greatest magnitudes in the last steps.
+matrix products in 8-bit floating point with delayed scales, which are computed from earlier steps.
+The entry has, for each operand of such a product, the exponents of the operand's greatest
+magnitudes in the last steps.
 
 The checksum of the manifest detects damage to the manifest. A faulty program, or a program that is
 not ptdmpi, may write a wrong manifest with a valid checksum. The checks of keys, types and lengths

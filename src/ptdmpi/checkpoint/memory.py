@@ -61,8 +61,8 @@ class HeldCopy:
 class MemoryCopies:
     """The copies of one run's state in the memory of the nodes. Every rank calls every method.
 
-    `count` is the number of copies that this process has tried to make. `seconds` is the total time
-    of all these attempts.
+    `count` is the number of copies that this process has made, without failed attempts. `seconds`
+    is the total time of these copies.
     """
 
     def __init__(
@@ -134,6 +134,8 @@ class MemoryCopies:
 
     def _passed_on(self, path: Path, everyone: Sequence[tuple[Written | None, str]]) -> str:
         """Send this rank's file to the next node, and write the files that the previous node sends.
+        Return "", or the reason why a file could not be written. `everyone` has the results of
+        `_written` on all ranks.
 
         The files of the previous node's ranks are divided among the ranks of this node.
         """
@@ -180,9 +182,9 @@ class MemoryCopies:
         return _place_in_time(self._found)[0] if whole else None
 
     def load(self, judge: Judge) -> Manifest | str:
-        """Load the copy that the last call of `find` has found. The function `load` reads its
-        files. If a node lacks files that its ranks need, another node sends them. Return the
-        manifest, or the reason why the copy cannot be read."""
+        """Load the copy that the last call of `find` has found. If a node lacks files that its
+        ranks need, another node sends these files. Return the manifest, or the reason why the copy
+        cannot be read."""
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:

@@ -40,8 +40,9 @@ class OutgoingState:
 
         If the mean of replicas is written, or training may change the state during the save, the
         slices are copied to a host buffer, which all saves use. Otherwise the slices are views of
-        the state itself. If the state is on a device, the copy runs while the device computes; the
-        next update of the state waits until the copy is complete (`State.read`).
+        the state itself. If the state is on a device, the copy runs while the device computes. The
+        next update of the state waits for the mark `State.read`, which the device passes when the
+        copy is complete.
         """
         self.state.settle()  # wait until all operations that change the state are complete
         views = [part.values for part in self.parts]
@@ -85,7 +86,7 @@ class OutgoingState:
         page-locked memory. The writer requests one slice after the other, so this memory can be
         used again once the slice is written."""
         self.state.let_go()
-        # the slice is already on the host, so do not wait for the device
+        # if the slice is already on the host, do not wait for the device
         if values.device.type == "cpu":
             return values.numpy()
         with self._copies.behind(self._copies.computed()):

@@ -91,8 +91,7 @@ class Resumption:
 
     def resume_from_copy(self, copies: MemoryCopies, wanted: str) -> Progress | None:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
-        the disk. Return the progress of the copy, or None if there is no copy, or none that can be
-        read.
+        the disk. Return the progress of the copy, or None if no copy was loaded.
 
         The copy was made after an earlier start of the same job. At that start, training may have
         begun from the initial weights, or from the checkpoint that `checkpoint.resume = wanted`
@@ -131,8 +130,9 @@ class Resumption:
     ) -> tuple[Path, list[str]]:
         """Load only the weights of the newest complete checkpoint that `path` names. Return the
         path of the checkpoint, and the names of the task head's parameters that keep their initial
-        values. If the run trains adapters, only names in `fresh` are returned, because the base
-        model may contain the other parameters.
+        values. `fresh` has the names of the head's parameters that the base model `adapt.base`
+        lacks. If the run trains adapters, only names in `fresh` are returned, because all other
+        parameters of the head come from the base model.
 
         `tokenizer_sha256` is the hash of the tokenizer that belongs to the weights. This argument
         is used only if the checkpoint does not record its tokenizer. Raise InputError, on every

@@ -132,8 +132,8 @@ class Checkpoints:
 
     @property
     def followed(self) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` names, if an earlier start has resumed
-        from it; see `Resumption`."""
+        """Return the checkpoint that `checkpoint.resume` names, if this start has resumed from a
+        later checkpoint of the run instead; otherwise None. See `Resumption`."""
         return self.resumption.followed
 
     @property

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Piece, State
 
-# One rank writes a complete slice of up to this number of bytes. Larger slices may be divided among
-# ranks.
+# A slice of at most this number of bytes is not cut: one rank writes the whole slice. Larger slices
+# may be divided among ranks.
 WHOLE_BYTES = 1 << 16
 
 

@@ -303,8 +303,8 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum over the group of each of `values` (64-bit integers). The values are
-        sent in one small MPI message, without pickling."""
+        """Return the maximum over all ranks for each number of `values` (64-bit integers). The
+        values are sent in one small MPI message, without pickling."""
         if self.size == 1:
             return list(values)
         from mpi4py import MPI
@@ -314,8 +314,8 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `work(*arguments)`, and return its result. During the call, the attribute `busy` is
-        `name`, the name of the collective; if the call fails, `busy` keeps this name."""
+        """Call `work(*arguments)`, time it (see `count`), and return its result. During the call,
+        `busy` is `name`, the name of the collective; if the call fails, `busy` keeps this name."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None

@@ -54,7 +54,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     # Lustre and GPFS often refuse the locks that HDF5 requests. Shards are only read, so they need
     # no locks.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
-    # GPU-aware MPI together with NCCL can deadlock on Cray. ptdmpi never passes GPU buffers to MPI.
+    # GPU-aware MPI together with NCCL can deadlock on Cray. ptdmpi never passes GPU buffers to MPI,
+    # so it does not need GPU-aware MPI.
     environ.setdefault("MPICH_GPU_SUPPORT_ENABLED", "0")
     # UCX, a library that Open MPI loads, would replace the program's handler of SIGHUP, so that a
     # run would not stop on SIGHUP (UCX documentation, UCX_DEBUG_SIGNO).
@@ -109,8 +110,8 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
 
 
 def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise InputError if the launcher has started several ranks, but each rank is alone in an MPI
-    world of one rank.
+    """Raise InputError if the launcher has started several ranks, but MPI has given each rank a
+    separate world with one rank.
 
     The error message names the reason and the remedy.
     """

@@ -10,8 +10,9 @@ class Mailbox:
     """A mailbox that sends picklable values between ranks, on a separate communicator.
 
     All ranks make their mailboxes together, because a new mailbox duplicates the communicator
-    `control`, which is a collective call. After that, only one thread of each rank uses the
-    mailbox. MPI must provide MPI_THREAD_MULTIPLE if other threads call MPI at the same time.
+    `control`, and this duplication is a collective call. After that, only one thread of each rank
+    uses the mailbox. If other threads call MPI at the same time, MPI must provide
+    MPI_THREAD_MULTIPLE.
     Messages between two ranks arrive in order. The communicator is never freed, because all ranks
     would have to free it together, and a rank may be lost by then.
     """

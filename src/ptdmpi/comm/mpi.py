@@ -1,9 +1,8 @@
 """The transport `mpi` (see the key `comm.wire`): MPI sends host tensors as bytes.
 
-MPI only sends bytes, and torch computes the sums. Because torch computes the sums, bfloat16 needs
-no MPI type, the terms of every sum are added in ascending order of ranks, and the result does not
-depend on the MPI library's choice of algorithm. Tensors on other devices are copied to the host
-before they are sent.
+MPI only sends bytes, and torch computes the sums. Therefore bfloat16 needs no MPI type. The terms
+of every sum are added in ascending order of ranks, so the result does not depend on the MPI
+library's choice of algorithm. Tensors on other devices are copied to the host before they are sent.
 """
 
 from collections.abc import Sequence
@@ -73,7 +72,8 @@ class _Request:
     def done(self) -> bool:
         """Return True if the message is complete. If a received tensor is complete, copy it to its
         target."""
-        # MPI makes a completed request null, and Test of a null request is always true
+        # `Test` may be called again after it has returned True: MPI makes a completed request null,
+        # and `Test` of a null request is always true
         finished = self._request.Test()
         if finished:
             self._deliver()
@@ -86,9 +86,9 @@ class _Request:
 
 
 class MpiCommunicator(Communicator):
-    """A group whose tensors are sent by MPI. The call that begins a collective also completes it,
-    because MPI makes progress only inside its calls: beginning a collective early and waiting for
-    it later would save no time."""
+    """A group whose tensors are sent by MPI. The call that begins a collective also completes the
+    collective. MPI makes progress only inside its calls, so beginning a collective early and
+    waiting for it later would save no time."""
 
     exact = True
     # MPI matches messages by their sender, so an early receive does not block other messages
@@ -97,8 +97,8 @@ class MpiCommunicator(Communicator):
     def neighbours(
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> Neighbourhood:
-        """Return a neighbourhood that uses MPI's graph collectives if it is for many exchanges
-        (`lasting`), otherwise one that uses sends and receives."""
+        """Return the neighbourhood of this rank. If `lasting` is True, the neighbourhood uses MPI's
+        graph collectives, which suit many exchanges. Otherwise it uses sends and receives."""
         if lasting and self.size > 1:
             return MpiNeighbourhood(self, sources, destinations)
         return super().neighbours(sources, destinations, lasting)

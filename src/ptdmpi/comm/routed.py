@@ -1,7 +1,10 @@
 """The base class of the transports for devices. A library such as NCCL sends tensors that are on a
-device, and MPI sends tensors that are on the host. For each pair of neighbours in the pipeline
-there is one connection per direction, because the messages of a connection are sent one after the
-other."""
+device, and MPI sends tensors that are on the host.
+
+The messages of one connection are sent one after the other. Each pair of neighbours in the pipeline
+therefore has one connection per direction, so that messages in the two directions do not wait for
+each other.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -139,9 +142,9 @@ def neighbour_pairs(size: int) -> Iterator[Pair]:
     of a stage to the first rank. If each rank connects its own pairs one after the other, in the
     yielded order, the ranks cannot deadlock.
 
-    The reason is that the two ranks of the first pair that is not yet connected have connected all
-    their earlier pairs, so nothing delays this pair. Pairs without a common rank connect at the
-    same time.
+    The reason is the following. Take the first pair in this order that is not yet connected. Its
+    two ranks have connected all their earlier pairs, so they can connect this pair now. Pairs
+    without a common rank connect at the same time.
     """
     ring = [(rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)]
     for sender, receiver in (*ring[::2], *ring[1::2]):

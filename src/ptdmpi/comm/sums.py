@@ -9,8 +9,9 @@ from torch import Tensor
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     """Write the sum or the maximum of two or more tensors [n], taken in their order, to `result`.
 
-    Tensors in fp16 or bf16 are summed in float32 and rounded once. The sum of only two tensors is
-    one addition in their own type, which gives the same bits. `result` may be the first tensor.
+    Tensors in fp16 or bf16 are summed in float32, and the sum is rounded once. Two tensors are
+    added directly in their own type, because a single addition is also rounded only once, and gives
+    the same bits. `result` may be the first tensor.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)

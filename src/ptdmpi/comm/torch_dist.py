@@ -34,8 +34,8 @@ _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduc
 
 
 class Session:
-    """torch.distributed on all ranks of a world. A process has one session at a time, because torch
-    allows only one."""
+    """A session of torch.distributed for all ranks of a world. A process has one session at a time,
+    because torch allows only one."""
 
     now: ClassVar["Session | None"] = None
     left: ClassVar[list[MpiStore]] = []
@@ -90,7 +90,8 @@ class Session:
         the ranks of the new group call this method. `most(number)` returns the greatest `number`
         that any rank of the new group has passed to `most`."""
         # torch names a group after its ranks and the number of groups that the process has made.
-        # That number must therefore be the same on all ranks of the new group.
+        # That number must therefore be the same on all ranks of the new group. A rank that has made
+        # fewer groups than other ranks first makes additional groups, each of this rank alone.
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
         return self._new(ranks)

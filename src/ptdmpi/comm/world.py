@@ -283,8 +283,8 @@ def end_together(world: World) -> None:
     usual = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the exception and end all ranks. If the world has only one rank, Python handles the
-        exception as usual."""
+        """Print the exception and end all ranks. If the world has only one rank, Python handles
+        every exception except InputError as usual."""
         if world.size == 1 and not isinstance(error, InputError):
             usual(kind, error, trace)
             return
@@ -299,9 +299,11 @@ def fail_together(world: World) -> Iterator[None]:
     """Return a context that ends all ranks if one rank fails. The ranks end within seconds, with a
     non-zero exit code, and the output names the rank that has failed.
 
-    If all ranks have found the same input error (SharedInputError), they exit with code 2. After
-    all other errors MPI_Abort is called: with code 2 for an input error that only this rank has
-    found, 130 for Ctrl-C, and 1 otherwise.
+    If all ranks have found the same input error (SharedInputError), they exit with code 2. In a job
+    of several ranks, MPI_Abort is called after all other errors. Its code is 130 after Ctrl-C, and
+    2 after an error that the user can correct: an input error that only this rank has found, or an
+    error such as a missing file. After all other errors the code is 1. In a job of one rank,
+    Ctrl-C, input errors and errors of files end the rank without MPI_Abort.
     """
     try:
         yield
@@ -342,8 +344,8 @@ def fail_together(world: World) -> Iterator[None]:
 
 
 def _of_a_file(error: BaseException) -> tuple[str, int]:
-    """Return a line about `error` and an exit code, if a disk or a path has caused it; otherwise
-    return ("", 1). An error of a file has the file's name and a number."""
+    """Return a line about `error` and an exit code, if a disk or a path has caused the error;
+    otherwise return ("", 1). Python stores a file name and an error number in such an error."""
     is_of_a_file = isinstance(error, OSError) and error.filename and error.errno is not None
     if is_of_a_file or str(error).startswith(LOOP):
         return explained(error) or ("", 1)

@@ -128,8 +128,9 @@ def check_parity(
 
     All ranks must call this function. `wire` is a value of the key comm.wire. Only rows of the
     parity table whose names contain `only` are compared. A row is red if a result differs by more
-    than is allowed, or if a perturbed token changes the wrong losses. Return True on every rank if
-    no row is red. Raise SharedInputError if no row has `only` in its name.
+    than is allowed. A row is also red if a perturbed token changes a loss that must not depend on
+    the token, or does not change a loss that must depend on it. Return True on every rank if no row
+    is red. Raise SharedInputError if no row has `only` in its name.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, probe, suite, table

@@ -285,8 +285,8 @@ class Layout:
         return batch // (self.data * self.micro_size)
 
     def recomputed(self, layer: int) -> str:
-        """Return the recomputation mode of a layer. Only the first `recompute_layers` layers are
-        recomputed.
+        """Return the recomputation mode of a layer. With full recomputation, all layers after the
+        first `recompute_layers` layers have the mode "none". Other modes apply to all layers.
         """
         beyond = self.recompute_layers is not None and layer >= self.recompute_layers
         if self.recompute == "full" and beyond:

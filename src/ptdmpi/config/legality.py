@@ -194,8 +194,8 @@ def _own_tokens(layout: Layout, model: ModelConfig) -> Rule:
 
 def _chunks(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule that a sequence can be divided into two chunks of equal length for each
-    context rank. Two chunks balance the work of causal attention. With sequence parallelism the
-    number of tensor ranks must also divide this length.
+    context rank. Each rank has an early and a late chunk, which balances causal attention. With
+    sequence parallelism the number of tensor ranks must also divide the length of a chunk.
     """
     unit = 2 * layout.context
     words = "2 * parallel.context"

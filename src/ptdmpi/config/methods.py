@@ -63,7 +63,9 @@ REMEMBERED: Mapping[str, tuple[str, ...]] = {
 # Kinds of state, of a method or of its error feedback, that have the same values on all replicas.
 # All other kinds may differ between replicas.
 COMMON = ("anchor", "outer_momentum", "estimate_mean", "low_rank")
-# Kinds of state whose initial values are the weights; all other kinds are initially zero.
+# Kinds of state whose initial values are the weights; all other kinds are initially zero. "anchor"
+# has the weights at the start of a round of local steps. "public" has the approximation of a
+# replica's weights that its neighbours also have.
 BEGIN_AS_WEIGHTS = ("anchor", "public")
 # Topologies with a symmetric graph that does not change between steps. Neighbours can send
 # compressed messages only if the graph is symmetric and does not change.
@@ -106,8 +108,8 @@ class DataParallelConfig(Section):
 
 def steps_outside(section: DataParallelConfig) -> bool:
     """Return True if the data-parallel method is "local" and each round of local steps ends with an
-    outer optimizer step, which begins from the weights at the start of the round. Without an outer
-    step, a round of local steps ends with the mean of the replicas' weights."""
+    outer optimizer step. The outer step updates the weights that the replicas had at the start of
+    the round. Without an outer step, the result of a round is the mean of the replicas' weights."""
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))
 

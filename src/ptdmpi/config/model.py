@@ -45,7 +45,7 @@ SUBLAYERS: Mapping[str, str] = {
 # and the deepest networks have 10,000 (Xiao et al. 2018, arXiv 1806.05393).
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000  # every expert is a module, too.
-MOST_MODULES = 4  # Modules for multi-token prediction; each has a loss of its own.
+MOST_MODULES = 4  # the maximum number of modules for multi-token prediction
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1.
 # Activation functions of gated MLPs. In a gated MLP, one half of the first linear layer's output is
 # multiplied by the activation of the other half.

@@ -35,8 +35,7 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The name of the kind of state that consists of the master weights. For a model that is not
-# trained, this state consists of the weights.
+# The name of a kind of state: the master weights, or the weights of a model that is not trained.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that contains the moving average of the weights.
 # Kinds of state that optimizers keep, with the names that torch uses.
@@ -179,9 +178,9 @@ class RecomputeConfig(Section):
 
 
 class RateGroup(Section):
-    """A group of parameters with their own learning rate and weight decay. `names` are globs of
-    logical names (`layers.*.mlp.*`, `*.bias`). The learning rate and the weight decay of these
-    parameters are the values in [optimizer] times the two factors.
+    """A group of parameters with their own learning rate and weight decay. `names` are globs for
+    the names of these parameters (`layers.*.mlp.*`, `*.bias`). The learning rate and the weight
+    decay of these parameters are the values in [optimizer] times the two factors.
     """
 
     names: Reported[Annotated[tuple[FileName, ...], Field(min_length=1, strict=False)]]
@@ -192,12 +191,12 @@ class RateGroup(Section):
 class OptimizerConfig(Section):
     """The section [optimizer]: the optimizer, the warm-up and decay of its learning rate, and
     gradient clipping. The optimizers are AdamW (Loshchilov and Hutter 2019), Lion (Chen et al.
-    2023), SGD with momentum, and Muon for the layers' matrices with AdamW for all other parameters
-    (Jordan et al. 2024). With `decay = "wsd"` (warm-up, stable, decay) the learning rate falls in
-    the last `decay_steps` steps of a run. A `decay_steps` below 1 is a fraction of all steps.
-    `muon_scale` says how Muon scales an orthogonal update; its values are named as in
-    torch.optim.Muon. If `ema_decay` is above 0, the run keeps a moving average of the weights.
-    `kind = "own"` selects the optimizer that `own` names.
+    2023), SGD with momentum, and Muon (Jordan et al. 2024). With `kind = "muon"`, Muon updates the
+    layers' matrices, and AdamW updates all other parameters. With `decay = "wsd"` (warm-up, stable,
+    decay) the learning rate falls in the last `decay_steps` steps of a run. A `decay_steps` below 1
+    is a fraction of all steps. `muon_scale` says how Muon scales an orthogonal update; its values
+    are named as in torch.optim.Muon. If `ema_decay` is above 0, the run keeps a moving average of
+    the weights. `kind = "own"` selects the optimizer that `own` names.
     """
 
     kind: Reported[Literal["adamw", "sgd", "lion", "muon", "own"]] = "adamw"
@@ -260,8 +259,8 @@ class OptimizerConfig(Section):
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
-        """Return the number of steps at the end of a run in which `decay = "wsd"` reduces the
-        learning rate; at least one. The run has `steps` steps.
+        """Return how many of the last steps of a run reduce the learning rate if `decay = "wsd"`;
+        at least one. The run has `steps` steps.
         """
         if isinstance(self.decay_steps, int):
             return self.decay_steps

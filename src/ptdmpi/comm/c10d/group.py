@@ -46,8 +46,8 @@ class TransportGroup(ProcessGroup):
     """A process group whose messages are sent by one of ptdmpi's communicators.
 
     On the host every operation is complete when the call returns. On a device the call returns
-    earlier, but later work in the current stream uses the result of the operation. The group does
-    not support receives from an arbitrary source, tags other than 0, or sparse tensors.
+    earlier, but later work in the current stream waits for the operation. The group does not
+    support receives from an arbitrary source, tags other than 0, or sparse tensors.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:

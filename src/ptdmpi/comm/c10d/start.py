@@ -56,8 +56,8 @@ class MpiSession:
 
         everyone = self.world.control
         assert isinstance(everyone, MPI.Intracomm)
-        # Create_group distinguishes groups that are made at the same time by a tag. All ranks make
-        # groups in the same order, so every group can use the default tag.
+        # MPI needs different tags only for groups that are made at the same time. All ranks make
+        # groups in the same order, so every call of Create_group can use the default tag.
         control = everyone.Create_group(everyone.Get_group().Incl(list(ranks)))
         return TransportGroup(self.wire.connect(control, name), name)
 

@@ -37,8 +37,9 @@ def spare_rules(ranks: int, spare: int) -> Iterator[str]:
 
 
 def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
-    """Yield a mistake if the product of the sizes of the axes is not `ranks`. `ranks` does not
-    include the `spare` spare ranks.
+    """Yield a mistake if the product of the sizes of the axes is not `ranks`. If `parallel.data` is
+    "auto", the product of the other axes must divide `ranks`. `ranks` does not include the `spare`
+    spare ranks.
     """
     model_ranks = parallel.model_ranks
     words = "tensor * pipeline"

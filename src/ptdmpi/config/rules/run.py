@@ -39,9 +39,9 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def validation_rules(sections: Sections) -> Iterator[str]:
-    """If the run has no validations, yield a mistake for each key that has an effect only with
-    validations. Also yield the mistakes in the keys `log.tasks`, `log.tasks_every_steps` and
-    `log.notify`.
+    """If the run has no validation data, or validates only at its end, yield a mistake for each key
+    that depends on validations. Also yield the mistakes in the keys `log.tasks`,
+    `log.tasks_every_steps` and `log.notify`.
     """
     wishes = {}
     if sections.run is not None:

@@ -59,9 +59,10 @@ class MixtureModel(ComparedModel):
 def mixture_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with experts that are distributed over ranks.
 
-    In the first case each rank has one microbatch, so the results must have the same bits as with
-    data parallelism without distributed experts. The other cases add tensor parallelism with
-    recomputation, ZeRO 3, and several chunks per rank.
+    In the first case each rank has one microbatch, so each expert computes the tokens of each
+    source rank separately (`Layout.computes_by_source`). Therefore the results must have the same
+    bits as with data parallelism without distributed experts. The other cases add tensor
+    parallelism with recomputation, ZeRO 3, and several chunks per rank.
     """
     model = MixtureModel("llama", layers=4)
     cases = [
@@ -132,7 +133,8 @@ class Chooser:
         self._done[layer] += 1
         samples = batch.samples - self._step * GLOBAL_SIZE
         positions = self._positions.numbers(len(batch.inputs), own.device)
-        place = (samples[None, :], positions[:, None])  # the tokens are the positions [s, b]
+        # the tokens of the microbatch are in the order [position, sample]
+        place = (samples[None, :], positions[:, None])
         shape = (GLOBAL_SIZE, SEQ_LENGTH, own.shape[1])
         record = self.recorded.setdefault((self._step, layer), own.new_zeros(shape))
         record[place] = own.unflatten(0, (len(positions), len(samples)))

@@ -31,8 +31,8 @@ MODELS = (
 )
 # this layout is probed with each context-parallel method and each model
 PLAIN = replace(ALONE, context=2)
-# The layouts in `COMBINED` are probed with each context-parallel method, but each time with only
-# one model. The first layout has a different model for each method.
+# Each layout in `COMBINED` is probed once with each context-parallel method. The layouts take turns
+# with the models, so a layout has another model with each method.
 COMBINED = (
     replace(ALONE, context=4),
     replace(PLAIN, tensor=2, sequence_parallel=True),

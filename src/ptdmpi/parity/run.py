@@ -68,8 +68,8 @@ class Training:
     `losses` and `norms` have the loss and the gradient norm of each step. `gradients` are the
     gradients of the first step, as the optimizer gets them. `parameters` are the final master
     weights. `torn` has the names of tensors whose copies on several ranks differ. If the model has
-    experts, a run on one rank has the experts of each token in `choices`. Every other run has the
-    number of its choices that differ from the run on one rank in `flips`.
+    experts, `choices` of a run on one rank has the experts of each token. In all other runs,
+    `flips` is the number of choices of experts that differ from those of the run on one rank.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -220,8 +220,8 @@ class Blocks:
         *,
         work: Callable[[TrainingTask, Axes], T | None],
     ) -> dict[TrainingTask, T]:
-        """Call `work` for all tasks, which need the same number of ranks. Every rank of the world
-        calls this method.
+        """Call `work` for all tasks. All tasks must need the same number of ranks. Every rank of
+        the world calls this method.
 
         Return the results on rank 0 of the world, {} on other ranks. Every PROGRESS_EVERY_S
         seconds, `say` is called with a line that has the number of finished tasks of this block.

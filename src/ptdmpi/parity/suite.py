@@ -79,8 +79,8 @@ class Verdict:
     "gradients", "parameters"). `bits` has the first value whose bits differ, or None. `torn` has
     the tensors whose copies on several ranks differ. If the model has experts, `flips` has the
     number of choices of experts that differ from the training run on one rank. In float32, the
-    choices of that run replaced these choices. Bits are not compared on a transport that is not
-    exact.
+    compared run does not use its own choices, but those of the run on one rank. Bits are not
+    compared on a transport that is not exact.
     """
 
     comparison: Comparison

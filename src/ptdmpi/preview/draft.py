@@ -178,7 +178,9 @@ def draft(wish: Wish) -> str:
 
 
 def _precision(wish: Wish) -> str:
-    """Return bf16 if the device supports bf16, else fp16 if the device supports fp16, else fp32."""
+    """Return the compute type of the run. If `wish` names a cluster, it is bf16 if the cluster's
+    device supports bf16, else fp16 if the device supports fp16, else fp32. Without a cluster, it is
+    bf16 on a GPU and fp32 on a CPU."""
     if wish.cluster is None:
         return "bf16" if wish.on_gpu else "fp32"
     known = load_cluster(wish.cluster).device.peak_flops
@@ -204,7 +206,8 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
 
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
     """Return the configuration with a layout. If `wish` names a cluster, this is the best layout on
-    the cluster; otherwise it is the first layout that fits into memory.
+    the cluster; otherwise it is the first layout that fits into memory. The global batch may be
+    rounded up, so that the data-parallel size divides it.
 
     Without a cluster, layouts with less recomputation are tried first. Among layouts with equal
     recomputation, those with fewer ranks per model are tried first, and among these, those with a

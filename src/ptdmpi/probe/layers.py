@@ -29,7 +29,7 @@ from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
 
-STEPS = 6  # number of measured steps, of which the first is a warm-up
+STEPS = 6  # number of timed steps; the first step is a warm-up
 MOST_TENSOR = 8
 # greatest factor by which a fitted number may differ from its starting value: MOST_FACTOR for
 # kernels, MOST_LINK_FACTOR for messages

@@ -16,11 +16,11 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return a table of the messages that rank 0 has sent: group of ranks -> kind of message ->
     entry.
 
-    An entry has `messages` and `bytes`, which are from the record of the step, and
-    `closed_form_bytes` and `closed_form_assumes`, the assumption of the formula; "" if the formula
-    is exact. The two closed-form entries are None if this version cannot read the run's
-    configuration, or if the step had another layout. The table is empty for a record of an older
-    version, which did not count messages.
+    An entry has `messages` and `bytes`, which are from the record of the step. It also has
+    `closed_form_bytes`, the bytes that the closed formula predicts, and `closed_form_assumes`, the
+    assumption of the formula ("" if the formula is exact). The two closed-form entries are None if
+    this version cannot read the run's configuration, or if the step had another layout. The table
+    is empty for a record of an older version, which did not count messages.
     """
     if "wire_bytes" not in record:
         return {}

@@ -16,10 +16,10 @@ CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
 class Starts:
     """The supervisor's knowledge about earlier starts of the ranks.
 
-    `furthest` is the largest step that any start has recorded. `idle` is the number of starts since
-    the last start that recorded a new step; this start is included in the number. If the last start
-    ended because of an exception or a hang, `failed_at` is the last step that was recorded before.
-    Otherwise `failed_at` is None.
+    `furthest` is the largest step that any start has recorded. `idle` counts the starts from the
+    last start that recorded a new step to the newest start. Both of these starts are counted. If
+    the last start ended because of an exception or a hang, `failed_at` is the last step that was
+    recorded before. Otherwise `failed_at` is None.
     """
 
     furthest: int = 0
@@ -51,7 +51,7 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
 
     `before` describes the earlier starts. `asked` is True if a stop was requested. `restarts` is
     the maximum number of consecutive restarts without a new step; after this number of restarts the
-    run ends.
+    run ends. The run also ends if it fails twice after the same step.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)

@@ -158,8 +158,8 @@ class Asked:
 
 
 class Vote(Protocol):
-    """A vote of all ranks, as a function of the error with which this rank has failed to read its
-    data."""
+    """A function that lets all ranks vote, such as `Lookout.vote`. `mistake` is the error with
+    which this rank has failed to read its data, or None."""
 
     def __call__(self, mistake: Exception | None = None) -> Asked: ...
 
@@ -226,7 +226,8 @@ class Requests:
         code = max(reasons)
         if code == 0:
             return Ballot(0, int(save))
-        # if several ranks have the same reason, the lowest rank contributes the greatest number
+        # if several ranks have the same reason, the lowest rank contributes the greatest number, so
+        # the result of the vote names this rank
         return Ballot(code * _RANKS + _RANKS - 1 - rank, int(save))
 
     def _reasons_of_rank_0(self, stop_file: bool) -> list[int]:

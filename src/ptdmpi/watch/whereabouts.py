@@ -91,9 +91,9 @@ class Ranks:
 
     def stopped(self, seen: Seen, now_s: float) -> bool:
         """Return True if a rank has missed MISSED_BEATS reports. The search for the cause of a
-        stall then takes the rank for suspended.
+        stall then treats the rank as suspended.
 
-        A rank that has written its stacks is not taken for suspended: if its reports are late, its
+        A rank that has written its stacks is not treated as suspended: if its reports are late, its
         machine may only be busy.
         """
         missed = now_s - seen.at_s > MISSED_BEATS * self.beat_s

@@ -12,7 +12,8 @@ from ptdmpi.plan.show.table import lines
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
 MOST_INSIDE = 2  # If a panel has more lines than this, the legend is outside the panel.
 LETTERS_PER_PANEL = 56  # Maximum number of letters in a line of the title, per panel.
-MOST_PLAIN = 300  # On a logarithmic axis with a larger ratio end / start, labels are powers of ten.
+# If the end of a logarithmic axis exceeds this many times its start, the labels are powers of ten.
+MOST_PLAIN = 300
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model, preset_and_keys
 
 PREFERRED = ("bf16", "fp16")
-# Number of tokens in a step, for a preset whose source publishes no batch: about 4 million, as
+# Number of tokens in a step, if no batch is published for a preset. It is about 4 million, as
 # Touvron et al. 2023 (arXiv 2302.13971, section 2.2) use for all their models.
 USUAL_TOKENS = 2**22
 
 
 def default_batch(model: str) -> int:
-    """Return the global batch of `model`, in sequences per step: the batch that the source of the
-    preset publishes.
+    """Return the global batch of `model`, in sequences per step. It is the batch that is published
+    for the model's preset, for example in a paper.
 
     If `model` changes the sequence length of the preset, the returned batch has as many tokens as
     the published batch. If no batch is published, the returned batch has about `USUAL_TOKENS`
@@ -44,8 +44,8 @@ def default_batch(model: str) -> int:
 
 
 def usual_precision(cluster: Cluster) -> str:
-    """Return a precision for which the cluster file has the peak FLOP/s: bf16 if possible,
-    otherwise fp16 if possible, otherwise the first precision in the file."""
+    """Return bf16 if the cluster file has the peak FLOP/s of bf16. Otherwise return fp16 if the
+    file has the peak of fp16, and otherwise the first precision in the file."""
     known = cluster.device.peak_flops
     for precision in PREFERRED:
         if precision in known:

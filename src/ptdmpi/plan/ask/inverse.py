@@ -1,4 +1,4 @@
-"""Three computations about a training run: its duration from its speed, its speed from a published
+"""Three computations about a training run: its duration from its speed, its speed from its
 duration, and the best model size for a budget of FLOPs."""
 
 import math
@@ -51,9 +51,9 @@ def days_answer(
     taken: float | None = None,
     utilisation: float | None = None,
 ) -> Reply:
-    """Return the answer about a training on `tokens` tokens with `ranks` ranks. If the training
-    takes `taken` days, the answer is its model FLOPs utilisation (MFU). If `utilisation` is its MFU
-    (a fraction), the answer is the duration.
+    """Return the answer about a training on `tokens` tokens with `ranks` ranks. If `taken` (the
+    duration in days) is given, the answer is the model FLOPs utilisation (MFU). If `utilisation`
+    (the MFU, as a fraction) is given, the answer is the duration.
 
     Raises InputError unless exactly one of `taken` and `utilisation` is given. Also raises
     InputError if the training would need more FLOP/s than the device's peak.

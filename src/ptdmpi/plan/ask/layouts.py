@@ -25,7 +25,7 @@ from ptdmpi.plan.show.trace import chrome_trace
 
 ORDERS = ("simplest", "best")
 MOST_DRAWN = 10_000  # A step with more microbatches than this is not drawn.
-BASE_BLOCK = 64  # Number of elements of a frozen matrix that share one scale.
+BASE_BLOCK = 64  # Default number of elements of a frozen matrix that share one scale.
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,9 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
     """Return the layout that `text` names, completed by the settings of the request. Raises
     InputError if the layout is illegal.
 
-    If the request leaves sequence parallelism or scatter/gather open, the choice is the fastest one
-    with which the layout fits into memory.
+    If the request does not set sequence parallelism or scatter/gather, the layout is priced both
+    with and without it. The fastest variant that fits into memory is returned, or, if none fits,
+    the fastest variant.
     """
     layout = complete(
         parse(text),
@@ -313,8 +314,8 @@ def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
 
 
 def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
-    """Return the layout that the rules of Narayanan et al. 2021 choose, and the microbatch size
-    that the paper's performance model chooses for the best layout."""
+    """Return the layout that the rules of Narayanan et al. 2021 choose. Also return the microbatch
+    size with which the best layout is the fastest according to equation 1 of that paper."""
     ruled = heuristic(pricer, space)
     times = microbatch_model(pricer, best.layout)
     return {

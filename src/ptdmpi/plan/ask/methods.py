@@ -114,9 +114,10 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
 def _priced(
     pricer: Pricer, layout: Layout, plain: Price
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
-    """Return two values: a list with one dict for each method (its times, sent bytes and memory),
-    and, for each method in the picture, its line of points (number of replicas, milliseconds of the
-    messages over the data axis). `plain` is the price of the method all_reduce."""
+    """Return two values. The first is a list with one dict for each method: its times, sent bytes
+    and memory. The second has, for each method in the picture, the points of its line: (number of
+    replicas, milliseconds of the messages over the data axis). `plain` is the price of the method
+    all_reduce."""
     busiest = max(pricer.memory.stages.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.times.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []

@@ -52,10 +52,11 @@ class TieredTimes(StepTimes):
 
     All ranks wait for the slowest message. Therefore all messages between pipeline stages have the
     lower rate if the layout spans several pods, and all messages of the data axis have the lower
-    rate unless each data-parallel group is inside one pod. Consecutive ranks fill one node after
-    the other, and a data-parallel group lies in a block of t c d consecutive ranks. t, c and d are
-    the sizes of the tensor, context and data axes. So each data-parallel group is inside one
-    pod if t c d divides the number of ranks in a pod, or if the whole layout fits into a pod.
+    rate unless each data-parallel group is inside one pod. Let t, c and d be the sizes of the
+    tensor, context and data axes. Consecutive ranks fill one node after the other, and a
+    data-parallel group lies in a block of t c d consecutive ranks. So each data-parallel group is
+    inside one pod if t c d divides the number of ranks in a pod, or if the whole layout fits into a
+    pod.
     """
 
     def __init__(

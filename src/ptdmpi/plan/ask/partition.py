@@ -20,7 +20,8 @@ A sum is an all-reduce, which sends as much as a reduce-scatter and a gather tog
 tensor-parallel size t, each rank sends (t - 1)/t of the tensor in a reduce-scatter or a gather. The
 first way, A by columns and B by rows, sends the least (Shoeybi et al. 2019, arXiv 1909.08053,
 section 3). With the first way, nothing is sent between the two products, and the wider tensors with
-g or u columns are never sent. Attention is cut like the first way, by heads instead of columns.
+g or u columns are never sent. Attention is cut as in the first way, but by heads instead of
+columns.
 """
 
 from collections.abc import Mapping

@@ -65,8 +65,8 @@ def write(file: Path, request: LayoutRequest, plan: LayoutPlan) -> None:
 
 
 def _tree(file: Path, request: LayoutRequest, plan: LayoutPlan) -> dict[str, Any]:
-    """Return the configuration for the first layout of `plan` as a dict: section -> keys. `file`
-    gives the run its name."""
+    """Return the configuration for the first layout of `plan` as a dict: section -> keys. The run
+    has the name of `file`, without its suffix."""
     steps = STEPS
     if request.tokens is not None:
         steps = math.ceil(request.tokens / (plan.numbers["batch"] * plan.numbers["seq_length"]))

@@ -72,8 +72,8 @@ def ranks_of(path: str, names: str) -> int:
 def sha256_of(path: str, names: str) -> str:
     """Return the SHA-256 of the edges and weights in a file.
 
-    The SHA-256 does not depend on the order of the lines or on comments. Raises InputError for the
-    same mistakes as `read_edges`, except for mistakes that depend on the number of ranks.
+    The SHA-256 does not depend on the order of the lines or on comments. Raises InputError if the
+    file cannot be read, or if a line is not an edge.
     """
     edges = {_edge(path, line, fields, 2**31) for _, line, fields in _lines(path, names)}
     text = "\n".join(sorted(f"{first} {second} {weight}" for (first, second), weight in edges))

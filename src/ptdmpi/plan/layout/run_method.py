@@ -1,5 +1,5 @@
-"""The messages that a data-parallel rank sends in a step with each data-parallel method: their
-number and their sizes in bytes. A large tensor is split into several messages.
+"""The number and the sizes (in bytes) of the messages that a rank sends over the data axis in a
+step, for each data-parallel method. A large tensor is split into several messages.
 
 The training engine and the planner, which predicts traffic and memory, both use the sizes in this
 file.
@@ -111,9 +111,10 @@ class RunMethod:
         """Return the bytes of the buffers for received messages and for codes (compressed gradients
         or weights). The result is the maximum over the `n` data-parallel ranks.
 
-        The buffers are allocated after the backward passes, or, with `overlap`, after the update. A
-        rank has `elements` gradients of `element_bytes` bytes each. `tile` is the number of
-        elements of the largest tile that is compressed (see `scratch_bytes`).
+        The buffers are allocated after the backward passes, or, with `overlap`, after the update.
+        At that time, the memory of the activations is free. A rank has `elements` gradients of
+        `element_bytes` bytes each. `tile` is the number of elements of the largest tile that is
+        compressed (see `scratch_bytes`).
         """
         method = self.section.method
         mixed = elements * self.averaged_kinds
@@ -217,7 +218,8 @@ def copies_at_once(config: Config, nodes: int) -> int:
     """Return the number of files that a node has in its memory for each of its ranks while the
     ranks of `nodes` nodes write a copy of the state. For each of its ranks, a node stores the new
     and the previous file of this rank, and, if there are several nodes, also the new and the
-    previous file of a rank of the neighbouring node."""
+    previous file of a rank of the neighbouring node. Return 0 if the run keeps no copies in
+    memory."""
     if not config.checkpoint.memory_every_steps:
         return 0
     return 2 * min(2, nodes)

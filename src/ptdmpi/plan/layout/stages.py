@@ -65,9 +65,9 @@ def split_layers(
     `head` is the work of the head in units of layers, and `placed` has the rank of each stage. The
     last stage also has the head, so it may hold fewer layers than other stages. The first stage
     holds `first` layers, unless `first` is None. The split minimises the largest work of a rank. If
-    several splits have the same largest work of a rank, the split with the smallest largest work of
-    a stage is chosen; if these are also equal, the split whose last stage is nearest to an even
-    share of the layers. Every stage has at least one layer."""
+    several splits are equally good, the split that also minimises the largest work of a stage is
+    chosen. If several splits remain, the last stage of the chosen split is the nearest to the mean
+    number of layers per stage. Every stage has at least one layer."""
     return list(_split(layers, placed, head, first))
 
 
@@ -88,8 +88,8 @@ def _split(layers: int, placed: Placement, head: float, first: int | None) -> tu
         # rounding errors
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
-    # the last stage, which also has the head, needs no more layers than a stage of an even split:
-    # if it had more, moving one of them to another stage would not be worse
+    # the last stage also has the head, so it needs no more layers than a stage of an even split. If
+    # it had more, moving one of them to another stage would not make the split worse
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
 

@@ -101,8 +101,8 @@ class Host(FrozenTable):
     disk_bytes_per_s: Amount | None = None
 
 
-# The kinds of kernels that can be computed in Triton: the names of their files in
-# `model/kernels/fused/`, and their names in presets/kernels.toml.
+# The kinds of kernels that can be computed in Triton. Each word is the name of the kernel's file in
+# `model/kernels/fused/`, and also names the kernel in presets/kernels.toml.
 TritonKind = Literal["loss", "norm", "gated", "dropout", "rope"]
 
 
@@ -115,8 +115,9 @@ class Software(FrozenTable):
       if the scores stay on chip.
     - `dropout` is True if the program applies dropout even if the dropout rate of the model is 0,
       as all programs did in 2021.
-    - `adds_in_place` is True if matrix products add to the gradients of weights in place, and if an
-      embedding adds only the rows that were looked up.
+    - `adds_in_place` is True if the matrix product that computes a weight's gradient adds its
+      result directly to the stored gradient. An embedding then adds only the gradients of the rows
+      that were looked up.
     - `wide_products` is True if matrices in fp16 and bf16 are converted to float32 before they are
       multiplied, as on a CPU without instructions for these types.
     - `kept_block` is the number of queries in a block, if the forward of causal attention keeps the
@@ -125,8 +126,9 @@ class Software(FrozenTable):
     - `forward_block` and `backward_block` are the numbers of queries in a block, if a CPU computes
       the forward or the backward of causal attention by matrix products. A value of 0 means that
       the CPU uses a fused kernel, which holds few scores at a time.
-    - `whole_from` is the smallest length of a sequence for which the CPU uses a fused kernel
-      although the numbers of queries in a block are not 0. It is 0 if there is no such length.
+    - `whole_from` is the smallest length of a sequence for which the CPU uses a fused kernel even
+      if `forward_block` or `backward_block` is not 0. A value of 0 means that there is no such
+      length.
     - `repeats_keys` is True if attention with grouped queries copies the keys and values for each
       query head in float32 and float64, because the kernels of GPUs require this.
     - `triton` has the kinds of kernels that this trainer computes in Triton, each in one pass over

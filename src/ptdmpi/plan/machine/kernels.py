@@ -24,7 +24,7 @@ TILE_DEPTH = 32  # Elements of the summed dimension per step of a tile (NVIDIA: 
 # background", tensor core requirements). With other rows, a product is slower: on an H100, a
 # product of size 4096 x 10922 reaches only 273 TFLOP/s, but with 10944 columns, a multiple of 64,
 # it reaches 398 TFLOP/s (stas00/ml-engineering, training/performance, final recommendations).
-# Multiples of 32 and multiples of 64 differ by 2 %.
+# The rates with multiples of 32 and with multiples of 64 differ by only 2 %, which is ignored here.
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
 # Bytes that are moved to prepare one element of an operand in 8-bit floating point: the bfloat16
 # values are multiplied by the scale and converted to codes (4 + 3 bytes), and the codes are
@@ -32,8 +32,8 @@ ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
 CODES_BYTES = 9
 FLASH_BLOCK = 128  # Queries per block (Dao 2023, arXiv 2307.08691, section 3.3).
 # Number of matrix products of FlashAttention (2 in the forward, 5 in the backward) -> number of
-# tensors that it reads or writes: query, key, value and output, and in the backward also their
-# gradients
+# tensors that this pass reads or writes: query, key, value and output, and in the backward also
+# their gradients
 FLASH_TENSORS = {2: 4, 5: 8}
 
 
@@ -109,8 +109,8 @@ class Machine:
 
     @cached_property
     def _of_codes(self) -> "Machine":
-        """Return a `Machine` for the same cluster whose operands are 8-bit codes, of one byte
-        each."""
+        """Return the times on the same cluster, as a `Machine`, if all operands are 8-bit codes, of
+        one byte each."""
         return Machine(self.cluster, "fp8", 1)
 
     def _gemm_s(self, m: int, n: int, k: int, batch: int) -> float:

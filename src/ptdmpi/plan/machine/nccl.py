@@ -73,10 +73,11 @@ LL = Protocol(link_steps=0.47 * 1.8 / 1.9, hop_s=2.7e-6, share=0.25, lone_share=
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # Fraction of a ring's rate that a tree reaches.
-# A ring with the protocol Simple over several nodes has latencies that are PLATEAU times as long if
-# a rank's part of the tensor fills the buffers. NCCL's model has this factor only for all-reduces,
-# where rings compete with trees. This file also uses the factor for reduce-scatters and
-# all-gathers, because a reduce-scatter and an all-gather together are an all-reduce.
+# In a ring over several nodes with the protocol Simple, a tensor with at least
+# PLATEAU_BYTES_PER_RANK bytes per rank fills the buffers, and the latencies are then PLATEAU times
+# as long. NCCL's model has this factor only for all-reduces, where rings compete with trees. This
+# file also uses the factor for reduce-scatters and all-gathers, because a reduce-scatter and an
+# all-gather together are an all-reduce.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
 # The rate that trees reach, in tenths of their largest rate, for tensors of 64 bytes, 128 bytes,
 # ..., 128 MiB. One row for each protocol in TREES.
@@ -88,7 +89,7 @@ TREE_TENTHS = (
 
 def all_gather_s(gathered_bytes: float, fabric: Fabric) -> float:
     """Return the seconds of an all-gather of `gathered_bytes` bytes in a ring of n ranks. The ring
-    has n - 1 steps, of which (number of nodes) - 1 are over the network."""
+    has n - 1 steps. The number of steps over the network is the number of nodes minus 1."""
     kind = Collective.ALL_GATHER
     return min(_ring_s(gathered_bytes, fabric, protocol, kind) for protocol in RINGS)
 

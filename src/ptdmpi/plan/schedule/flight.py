@@ -64,7 +64,8 @@ class Flight(NamedTuple):
 
     `stores` has a pair (inventory, stage) for each store of the rank, in order of stages. A moment
     is left out if another moment with the same working memory holds at least as much in every
-    store.
+    store. A moment without working memory is left out if any other moment holds at least as much in
+    every store.
     """
 
     stores: tuple[tuple[str, int], ...]
@@ -76,9 +77,9 @@ def fullest(order: RankOrder) -> Flight:
     """Return the moments of a step at which a pipeline rank may hold the most memory, if the rank
     runs its ops in the order `order`."""
     pipeline, microbatches = order.pipeline, order.microbatches
-    # for many microbatches, an order with fewer (`shorter`) is visited instead. `shorter` must have
-    # the same remainder modulo `pipeline` as `microbatches`, because interleaving pads the last
-    # round, so that the moments depend on the remainder
+    # if there are many microbatches, the order for a smaller number of microbatches (`shorter`) is
+    # visited instead. `shorter` must have the same remainder modulo `pipeline` as `microbatches`,
+    # because interleaving pads the last round, so that the moments depend on the remainder
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(order)
@@ -152,8 +153,9 @@ def _walked(order: RankOrder) -> Flight:
         if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1
-        # record a moment if a store has grown since the last recorded moment with the same working
-        # memory; without working memory, record only before a store shrinks and at the end
+        # if the op has working memory, record a moment if a store has grown since the last moment
+        # that was recorded with this working memory. Before a store shrinks, record a moment
+        # without working memory if a store has grown since the last recorded moment
         if working != NOTHING and recorded.get(working) != grown and not trades:
             recorded[working] = recorded[NOTHING] = grown
             seen.setdefault(working, set()).add(tuple(now))

@@ -309,10 +309,11 @@ class ScheduleKind:
     `earlier_holds_more` is True if each rank r holds at least as many microbatches as rank r + 1.
     More exactly, each op of rank r + 1 has a corresponding op of rank r on the same chunk. During
     the op of rank r, this rank has at least as many microbatches of every chunk in flight as rank r
-    + 1 has during the op of rank r + 1. If `splits` is True, each backward is split into two ops.
-    `ahead(rank, p, v, m)` is a lower bound of the number of forwards that a rank runs before the
-    first op that frees memory. A search uses this bound to exclude layouts that cannot fit. The
-    default bound, 0, is valid for every schedule.
+    + 1 has during the op of rank r + 1. If both ranks have equal stages, rank r therefore needs at
+    least as much memory. If `splits` is True, each backward is split into two ops. `ahead(rank, p,
+    v, m)` is a lower bound of the number of forwards that a rank runs before the first op that
+    frees memory. A search uses this bound to exclude layouts that cannot fit. The default bound, 0,
+    is valid for every schedule.
     """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]

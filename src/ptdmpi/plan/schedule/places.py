@@ -33,8 +33,8 @@ def place_of(name: str) -> str:
 
 
 def at_hand(places: Sequence[str], place: str, step: int) -> tuple[str, ...]:
-    """Return `place` and the next place, whose weights must be in memory while `place` is computed.
-    If `place` is the last one, return only `place`. `step` is +1 in a forward and -1 in a
+    """Return `place` and the next place. The weights of both must be in memory while `place` is
+    computed. If `place` is the last one, return only `place`. `step` is +1 in a forward and -1 in a
     backward."""
     here = places.index(place)
     ahead = here + step

@@ -19,11 +19,11 @@ def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     """Yield the ops of the schedule ZB-H1, which is 1F1B with delayed weight-gradient ops W (Qi et
     al. 2023, section 2.3, Figure 3, top).
 
-    There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B, and
-    runs each W r microbatches later than its I. So each rank stores the tensors of at most p
-    microbatches whose W is not done yet, which is as much as rank 0 stores in 1F1B. If W takes no
-    longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and W are the
-    times of a forward, of an op I and of an op W.
+    There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B. After
+    the I of microbatch i, it runs the W of microbatch i - r. So each rank stores the tensors of at
+    most p microbatches whose W is not done yet, which is as much as rank 0 stores in 1F1B. If W
+    takes no longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and W are
+    the times of a forward, of an op I and of an op W.
     """
     (stage,) = chunks
     warm_up = min(pipeline - rank - 1, microbatches)

@@ -65,7 +65,7 @@ def require_free(overrides: Sequence[str]) -> None:
 
 def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
     """Return the number of ranks that train, which is `ranks` without the spare ranks. Raises
-    InputError if all ranks would be spare."""
+    InputError if `run.spare_ranks` is not an integer from 0 to `ranks` - 1."""
     spare = tree.get("run", {}).get("spare_ranks", 0)
     if not isinstance(spare, int) or not 0 <= spare < ranks:
         raise InputError(f"run.spare_ranks = {spare}: legal are 0 to {ranks - 1}")

@@ -17,8 +17,8 @@ When the search ends, no other layout can be among the fastest, so the result is
 every layout were simulated.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
-second pass simulates only layouts that are simpler than those found so far, and whose bounds are
-less than 1 + `tie` times the shortest step time (`tie` is an argument of `search`).
+second pass simulates a layout only if it is simpler than all such layouts of the first pass, and if
+its bound is less than 1 + `tie` times the shortest step time (`tie` is an argument of `search`).
 """
 
 import bisect

@@ -54,7 +54,7 @@ class Space:
     scatter_gather: bool | None = None
     first_layers: int | None = None
     uneven: bool = False  # If True, also try a shorter first stage and partial recomputation.
-    zero: tuple[int, ...] = STAGES
+    zero: tuple[int, ...] = STAGES  # The stages of ZeRO that the search tries.
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
     dp_overlap: bool = False
@@ -113,9 +113,10 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
 
 
 def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple[int, int | None]]:
-    """Return the pairs of values (expert, expert_tensor) that the search tries for a layout. With
-    the first pair, experts are not distributed over ranks. With each of the other pairs, each rank
-    gets the same number of experts."""
+    """Return the pairs of values (expert, expert_tensor) that the search tries for a layout. The
+    first value is the number of ranks over which experts are distributed (1: they are not
+    distributed). It divides the number of experts. The second value is None if all tensor-parallel
+    ranks divide each expert, and 1 if experts are not divided."""
     if not space.deals_experts or not model.experts:
         return [(1, None)]
     # adapters are not supported if the tensor-parallel ranks have whole experts (expert_tensor = 1)
@@ -269,11 +270,11 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """Yield the layout `group`, which has one chunk per rank and comes from the function `groups`,
-    with each number of chunks per rank that the search tries. The schedule of the yielded layouts
-    is `space.schedule`, or, if this is None, the default schedule for the number of chunks. Without
-    a pipeline, the only number of chunks is 1. The model has `layers` layers, and `batch` is the
-    global batch."""
+    """Yield copies of the layout `group`, one for each number of chunks per rank that the search
+    tries. `group` comes from the function `groups` and has one chunk per rank. The schedule of the
+    yielded layouts is `space.schedule`, or, if this is None, the default schedule for the number of
+    chunks. Without a pipeline, the only number of chunks is 1. The model has `layers` layers, and
+    `batch` is the global batch."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline

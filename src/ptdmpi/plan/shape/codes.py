@@ -1,6 +1,6 @@
 """The lengths of codes (compressed gradients) in bits, as closed formulas. The planner computes the
-times of messages from these lengths. The codes of large matrices have these lengths, as means over
-the steps.
+times of messages from these lengths. For large matrices, the formulas give the mean length over the
+steps.
 
 Each compressor divides the elements of a parameter into units of consecutive elements; each unit of
 a quantized code has one scale. The last unit of a parameter, or a unit of a bias, may be shorter

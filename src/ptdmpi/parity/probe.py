@@ -105,8 +105,8 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
     """Perturb the tokens at the positions `tokens` of the first sample of a batch, one after the
     other. Return one line of text for each token that changes a wrong set of losses.
 
-    All ranks call this function. The given batch has all positions of its sequences. Masked tokens
-    of the batch are not perturbed.
+    All ranks call this function. The given batch has all positions of its sequences, even if the
+    ranks divide the sequences. Masked tokens of the batch are not perturbed.
     """
     lines = []
     before = losses_of(engine, batch)

@@ -158,8 +158,7 @@ def run(
 
     Every rank calls this function with the same arguments. Return a verdict for each comparison on
     rank 0, [] on other ranks. `say` is called with lines about the progress on rank 0. Bits are
-    compared only on an exact transport. Raise InputError if a layout needs more ranks than the
-    world has.
+    compared only on an exact transport. No layout may need more ranks than the world has.
     """
     tasks = list(dict.fromkeys(task for comparison in wanted for task in comparison.tasks(steps)))
     wire = wire or wire_named()

@@ -104,9 +104,9 @@ class Wish:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that the drafted configuration trains. `name` is its name in the title of the file,
-    and `section` is the section [model]. `recipe` has the published training settings of the model,
-    and `adapt` is the section [adapt]; both may be empty."""
+    """The model that the drafted configuration trains. `name` is the model's name in the title of
+    the file, and `section` is the section [model]. `recipe` has the published training settings of
+    the model, and `adapt` is the section [adapt]; both may be empty."""
 
     name: str
     section: dict[str, Any]

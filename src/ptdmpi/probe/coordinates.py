@@ -21,7 +21,7 @@ from ptdmpi.plan.show.draw import save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TIMES = (1, 2, 4, 8)  # widths of the models, in multiples of the width of the base
+TIMES = (1, 2, 4, 8)  # widths of the models, as multiples of model.mup_base_hidden
 STEPS = 4
 BATCH = 16  # sequences per step.
 # Larger values of these three limits would take longer and would not reveal more.

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-# only this number of newest records is used, because the noise scale grows during training
+# only this many of the newest records are used, because the noise scale grows during training
 NEWEST = 100
 # A batch is too small if the noise scale is above LARGER times the batch size in tokens. It is too
 # large if the noise scale is below SMALLER times the batch size.

@@ -295,8 +295,10 @@ class Supervisor:
     # -- requests to stop, and lines that the supervisor prints ----------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: ask the ranks to stop. At the third request, end the ranks at once. A
-        signal within AGAIN_S seconds of the last request is ignored."""
+        """Handle a signal: pass the request to stop on to the ranks. After the first request they
+        stop after their present step, and after the second request at once. At the third request,
+        make the launcher end the ranks. A signal within AGAIN_S seconds of the last request is
+        ignored."""
         now = time.monotonic()
         if self._requests and now - self._asked_s < AGAIN_S:
             return

@@ -80,8 +80,7 @@ def answer(
     `step_time_s` seconds. On average, each node fails once in `node_days` days. All ranks together
     write a checkpoint at `bytes_per_s` bytes per second, and a restart takes `restart_s` seconds.
 
-    Raises InputError if failures leave almost no time to save and to train, so that the goodput is
-    below 0.1 %.
+    Raises InputError if failures leave so little time that the goodput is below 0.1 %.
     """
     nodes = -(-ranks // pricer.cluster.node.devices)
     state = STATE_BYTES * parameter_count(pricer.model.config, pricer.model.vocab_size)

@@ -37,9 +37,9 @@ def write(file: Path, request: LayoutRequest, plan: LayoutPlan) -> None:
     """Write a complete configuration with the plan's first layout, and print the command that
     checks this configuration.
 
-    The number of steps follows from the number of tokens in the request. The training data is the
-    placeholder `DATA`, which the user must replace. Raise InputError if the layout does not fit, or
-    the file cannot be written.
+    The number of steps follows from the number of tokens in the request. Without this number, it is
+    `STEPS`. The training data is the placeholder `DATA`, which the user must replace. Raise
+    InputError if the layout does not fit, or the file cannot be written.
     """
     best = plan.numbers["layouts"][0]
     memory = f"{size(best['peak_memory_bytes'])} of {size(best['capacity_bytes'])} per rank"

@@ -102,7 +102,7 @@ def _edge(
 ) -> tuple[tuple[int, int], Fraction | None]:
     """Return the two ranks of a line with the columns `fields`, in ascending order, and the weight
     of the edge, or None if the line has no weight. `size` is the number of data ranks. Raises
-    InputError if the line is not valid; `where` begins its message."""
+    InputError if the line is not valid; the error message begins with `where`."""
     try:
         first, second = (int(field) for field in fields[:2])
         weight = Fraction(fields[2]) if len(fields) > 2 else None

@@ -66,8 +66,8 @@ def split_layers(
     last stage also has the head, so it may hold fewer layers than other stages. The first stage
     holds `first` layers, unless `first` is None. The split minimises the largest work of a rank. If
     several splits are equally good, the split that also minimises the largest work of a stage is
-    chosen. If several splits remain, the last stage of the chosen split is the nearest to the mean
-    number of layers per stage. Every stage has at least one layer."""
+    chosen. If several splits remain, the last stage of the chosen split has a number of layers as
+    near as possible to the mean over all stages. Every stage has at least one layer."""
     return list(_split(layers, placed, head, first))
 
 

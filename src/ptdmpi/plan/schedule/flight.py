@@ -2,10 +2,10 @@
 depend only on the order of ops (the forward and backward computations on microbatches), and not on
 the sizes of the model.
 
-The function `held` visits all ops of an order to find the highest memory of one model and layout. A
-search needs the highest memory of thousands of layouts, but these layouts have only a few different
-orders. Therefore the functions of this file visit each order only once. They find the few moments
-at which the memory can be the highest, whatever the sizes of the model are.
+The function `held.held` visits all ops of an order to find the highest memory of one model and
+layout. A search needs the highest memory of thousands of layouts, but these layouts have only a few
+different orders. Therefore the functions of this file visit each order only once. They find the few
+moments at which the memory can be the highest, whatever the sizes of the model are.
 """
 
 from collections.abc import Iterable

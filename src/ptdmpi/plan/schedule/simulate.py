@@ -58,8 +58,8 @@ class Timeline:
     """The spans of one training step on all ranks, planned or measured, in any order.
 
     `time_unit` is "s" if the times are in seconds. If the times are multiples of the cost of an op,
-    `time_unit` is another word. `inside_s` maps each rank to the seconds that its ops spend in
-    collectives, by group ("tensor", "shard").
+    `time_unit` is another text, such as "units of cost". `inside_s` maps each rank to the seconds
+    that its ops spend in collectives, by group ("tensor", "shard").
     """
 
     spans: tuple[Span, ...]

@@ -20,8 +20,8 @@ def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     al. 2023, section 2.3, Figure 3, top).
 
     There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B. After
-    the I of microbatch i, it runs the W of microbatch i - r. So each rank stores the tensors of at
-    most p microbatches whose W is not done yet, which is as much as rank 0 stores in 1F1B. If W
+    the I of microbatch i, rank r runs the W of microbatch i - r. So each rank stores the tensors of
+    at most p microbatches whose W is not done yet, which is as much as rank 0 stores in 1F1B. If W
     takes no longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and W are
     the times of a forward, of an op I and of an op W.
     """

@@ -115,8 +115,8 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
 def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[tuple[int, int | None]]:
     """Return the pairs of values (expert, expert_tensor) that the search tries for a layout. The
     first value is the number of ranks over which experts are distributed (1: they are not
-    distributed). It divides the number of experts. The second value is None if all tensor-parallel
-    ranks divide each expert, and 1 if experts are not divided."""
+    distributed). This number divides the number of experts. The second value is None if all
+    tensor-parallel ranks divide each expert, and 1 if experts are not divided."""
     if not space.deals_experts or not model.experts:
         return [(1, None)]
     # adapters are not supported if the tensor-parallel ranks have whole experts (expert_tensor = 1)

@@ -395,8 +395,8 @@ def _draw_numbers(
     returns the horizontal position of a time, and the axis covers a time of `extent_s`.
     """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
-    # span -> letter size, in points, at which the microbatch number, written horizontally, fills
-    # the span's bar
+    # span -> letter size, in points, at which the microbatch number fills the span's bar, if the
+    # number is written horizontally (`lying`) or vertically (`upright`)
     lying: dict[Span, float] = {}
     upright: dict[Span, float] = {}
     for span in timeline.spans:

@@ -95,15 +95,16 @@ class Site(FrozenTable):
 
 
 def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder in which site files are remembered, inside the user's configuration
+    """Return the folder of copied site files (see `site_of`), inside the user's configuration
     folder."""
     base = environ.get("XDG_CONFIG_HOME") or home_folder(environ) / ".config"
     return Path(base) / "ptdmpi" / "sites"
 
 
 def site_of(text: str) -> Site:
-    """Return the site that `text` names: `text` is the name of a remembered site, or the path of a
-    `.toml` file. A site that is given as a path is remembered under the name of its file.
+    """Return the site that `text` names: `text` is the path of a `.toml` file, or the name of a
+    site whose file was given by its path before. A file that is given by its path is copied to
+    `sites_folder`, so that its name is enough from then on.
 
     Raise InputError for an unknown name, and for a file that is not valid.
     """

@@ -15,9 +15,9 @@ class Deputy:
     """Rank 1's monitor of rank 0. It stores the time of the last message from rank 0. If rank 0 is
     silent for too long, the deputy first prints a warning, and later decides to end the job.
 
-    Every rank has a `Deputy` object, but rank 0 sends the messages that show that it is alive only
-    to rank 1. A deputy begins to monitor rank 0 at the first call of `hear`. If `stall_s` is 0, the
-    deputy prints a warning, but the job is not ended.
+    Every rank has a `Deputy` object, but rank 0 reports only to rank 1 that it is alive. A deputy
+    begins to monitor rank 0 at the first call of `hear`. If `stall_s` is 0, the deputy prints a
+    warning, but the job is not ended.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:

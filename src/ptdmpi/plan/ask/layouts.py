@@ -235,8 +235,8 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
     InputError if the layout is illegal.
 
     If the request does not set sequence parallelism or scatter/gather, the layout is priced both
-    with and without it. The fastest variant that fits into memory is returned, or, if none fits,
-    the fastest variant.
+    with and without this setting. The fastest variant that fits into memory is returned, or, if
+    none fits, the fastest variant.
     """
     layout = complete(
         parse(text),

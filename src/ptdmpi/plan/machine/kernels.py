@@ -109,7 +109,7 @@ class Machine:
 
     @cached_property
     def _of_codes(self) -> "Machine":
-        """Return the times on the same cluster, as a `Machine`, if all operands are 8-bit codes, of
+        """Return a `Machine` with the times on the same cluster if all operands are 8-bit codes, of
         one byte each."""
         return Machine(self.cluster, "fp8", 1)
 

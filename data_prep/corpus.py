@@ -1,9 +1,9 @@
 """Conversion of a corpus to token shards, on one or several ranks.
 
-A corpus consists of groups of documents, and the groups are divided among the ranks. One writer
-writes all encoded blocks of a group, in order. Therefore the bytes of each shard depend only on the
-input files and the options, not on the number of ranks. If the command is stopped and started
-again, it continues where it was stopped.
+A corpus consists of groups of documents, and the groups are divided among the ranks. A group is
+encoded in blocks, and one writer writes all blocks of the group, in order. Therefore the bytes of
+each shard depend only on the input files and the options, not on the number of ranks. If the
+command is stopped and started again, it continues where it was stopped.
 """
 
 import os

@@ -8,9 +8,9 @@ of documents in which neighbours have a common key. In the second reading, only 
 of each set of duplicates is kept. So the result depends only on the files and the options.
 
 Sources: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
-Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands). The numbers are
-those of FineWeb (Penedo et al. 2024): 112 hashes of shingles (runs of 5 words), in 14 bands of 8
-hashes.
+Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands). The numbers of
+hashes and bands are those of FineWeb (Penedo et al. 2024): 112 hashes of shingles (runs of 5
+words), in 14 bands of 8 hashes.
 """
 
 import hashlib
@@ -103,7 +103,7 @@ class ExactKeys:
 
 
 class NearKeys(ExactKeys):
-    """The keys for near deduplication: nearly equal documents have at least one common key. A
+    """The keys for near deduplication: nearly equal documents very probably have a common key. A
     document has one key for each band of its MinHash signature."""
 
     columns = _BANDS
@@ -142,8 +142,9 @@ class Duplicates:
     group.
 
     The file "keys" contains the keys of the group's documents. The file "begun" contains, for each
-    task, the number of the group's documents that begin before the task. The file "dropped"
-    contains a bool for each document, which is True if the document is left out.
+    task, the number of the group's documents that begin before the task. Its last entry is the
+    number of all documents of the group. The file "dropped" contains a bool for each document,
+    which is True if the document is left out.
     """
 
     def __init__(self, folder: Path, kind: str):
@@ -243,8 +244,8 @@ class Duplicates:
 
 def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np.ndarray:
     """Return a bool array [size] that is True for each duplicate of an earlier document. A document
-    is a duplicate if it has a common key with an earlier document, or if the two are connected by a
-    chain of documents in which neighbours have a common key.
+    is a duplicate if it has a common key with an earlier document, or if a chain of documents, in
+    which neighbours have a common key, connects it with an earlier document.
 
     `column` is a function that takes the index of a column and returns the keys of all documents in
     this column, uint64 [size]. Only keys in the same column are compared; `columns` is the number

@@ -417,8 +417,8 @@ def _interrupts_wait() -> Iterator[None]:
     blocks SIGINT in processes that are started inside the block. Otherwise Ctrl-C would make a
     starting process print its own traceback.
 
-    Child processes inherit the signal mask of this thread. A signal handler is also needed, because
-    the kernel delivers a signal that this thread has masked to another thread, for example of a
+    Child processes inherit the signal mask of this thread. A signal handler is also needed. If this
+    thread has masked a signal, the kernel delivers the signal to another thread, for example of a
     BLAS library. Python then calls the handler in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -450,9 +450,9 @@ def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
 def map_in_order(
     tasks: Iterable[Task], make: Worker[Result], options: EncodeOptions, workers: int
 ) -> Iterator[Result]:
-    """Call `make(options)`, which is a worker object, with each task, and yield the results in the
-    order of the tasks. The work is done by `workers` processes, or by this process if `workers` is
-    1.
+    """Create a worker object in each process by `make(options)`. Pass each task to one of these
+    objects, and yield the results in the order of the tasks. The work is done by `workers`
+    processes, or by this process if `workers` is 1.
 
     Only a limited number of tasks is read in advance. If a task fails, its error is raised when its
     result would be yielded, so the behaviour does not depend on the number of workers. Raise

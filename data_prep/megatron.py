@@ -60,8 +60,8 @@ class TokenBlock:
     tokens."""
 
     tokens: np.ndarray
-    # Lengths in tokens: of each document, int64 [documents], or of the piece of a document, int64
-    # [1].
+    # The length of each document in tokens, int64 [documents]. If the block is a piece of one
+    # document: the length of this piece, int64 [1].
     lengths: np.ndarray
     first: bool  # True if the first document of the block begins in this block
     last: bool  # True if the last document of the block ends in this block
@@ -303,7 +303,7 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
 @contextmanager
 def _alone(prefix: Path) -> Iterator[None]:
     """Return a context that holds the lock of a PREFIX. Raise InputError if another process holds
-    the lock."""
+    the lock, or has just finished writing the files."""
     path = _with_suffix(prefix, ".lock")
     with FileLock(path) as lock:
         if not lock.take():

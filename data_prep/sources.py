@@ -1,8 +1,9 @@
 """The files of a corpus, and the division of their content into tasks.
 
 A corpus is read as a sequence of tasks, which have about a megabyte each. A task consists of
-chunks. A chunk contains complete lines of a .jsonl file, or a piece of a text file. The tasks
-depend only on the files and their order, not on the number or the speed of the processes.
+chunks. A chunk contains complete lines of a .jsonl file, the texts of some rows of a Parquet file,
+or a piece of a text file. The tasks depend only on the files and their order, not on the number or
+the speed of the processes.
 """
 
 import bz2
@@ -356,8 +357,7 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
     source_start = start
     buffer = bytearray()
     line = 1
-    # number of bytes at the beginning of `buffer` in which the line end that ends the chunk cannot
-    # be
+    # index in `buffer` at which the search for the line end that ends the chunk begins
     searched = TASK_BYTES - 1
 
     def chunk(data: bytes) -> Chunk:

@@ -1,7 +1,7 @@
-"""A check of the counts in docs/reference/gpu-dry.md against bounds. The launches of one layer of
-ptdmpi, the bytes that it moves outside of matrix products, and its activations are each compared
-with the smallest value of the other trainers. The counted peak of memory is compared with the
-planner's prediction."""
+"""A check of the counts in docs/reference/gpu-dry.md against bounds. Three counts for one layer of
+ptdmpi (launches, bytes moved outside of matrix products, and activations) are each compared with
+the smallest value of the other trainers. The counted peak of memory is compared with the planner's
+prediction."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ Rows = Mapping[str, Any]
 
 
 def missed(rows: Rows) -> dict[str, str]:
-    """Return a text for each row whose counts exceed a bound: the counted value and the bound.
+    """Return a text for each row whose counts violate a bound: the counted value and the bound.
     `rows` are the rows of one table, by name. A row for one layer has the name "MODEL: TRAINER".
     Rows without counts are skipped, because their failures are reported elsewhere.
     """

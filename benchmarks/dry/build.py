@@ -108,7 +108,7 @@ def _compile() -> None:
 
 def answers(names: Iterable[str]) -> str:
     """Return the C source of functions with the given names that return 0, which means success in
-    all of NVIDIA's libraries."""
+    all of NVIDIA's libraries. A function in LAUNCHES also counts a launch."""
     lines = ['#include "null.h"']
     for name in sorted(names):
         counts = "null_add(NULL_LAUNCH); " if LAUNCHES.fullmatch(name) else ""

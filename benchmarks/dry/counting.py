@@ -25,9 +25,9 @@ class DeviceWork(NamedTuple):
 
     `moved_bytes` is the size of all inputs and outputs of the operators. `other_bytes` is the same
     size, but only for operators that are neither matrix products nor attention. `roofline_s` is the
-    time that an H100 would need if each operator took the longer of two times: the time for its
-    bytes at the full rate of the H100's memory, and the time for its FLOPs at the full rate of
-    matrix products.
+    shortest possible time on an H100, in seconds. Each operator adds the longer of two times: the
+    time for its bytes at the full rate of the H100's memory, and the time for its FLOPs at the full
+    rate of matrix products.
     """
 
     launches: int = 0
@@ -81,8 +81,8 @@ def _work(launches: int, moved: int, flops: int) -> DeviceWork:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the number of floating-point operations of an operator, which is a matrix product, a
-    convolution or attention. Return 0 for other operators."""
+    """Return the number of floating-point operations of a matrix product, a convolution or
+    attention. Return 0 for other operators."""
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0

@@ -22,8 +22,8 @@ class NullGpu:
     """The counters of the null GPU whose libraries this process has loaded."""
 
     def __init__(self) -> None:
-        """Open the library of the counters. Raises OSError outside of the null GPU's
-        environment."""
+        """Open the library of the counters. Raise OSError if this process does not have the
+        environment of the null GPU."""
         self._library = ctypes.CDLL(STATE)
         self._library.null_count.restype = ctypes.c_ulong
 

@@ -19,8 +19,7 @@ from tests._configs import small, tree
 from tests._engines import VOCAB_SIZE, microbatches
 from tests.device import test_engine, test_kinds
 
-# This model is so large that the sizes of its tensors, which the allocator rounds up, hardly
-# change.
+# a model with large tensors, whose sizes hardly change when the allocator rounds them up
 LARGE = {
     "model.layers": 4,
     "model.hidden": 1024,

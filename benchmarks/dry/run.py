@@ -26,7 +26,7 @@ PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # part -> numb
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
-    """Run each row of a part (a row of its table, such as a kind of training) on the null GPU, and
+    """Run the case of each row of a part's table (such as a kind of training) on the null GPU, and
     count its launches, bytes and FLOPs. After each row, yield all rows that are finished so far.
     This process must have the environment of the null GPU."""
     from benchmarks.dry import kinds, layers, measurement

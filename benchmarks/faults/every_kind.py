@@ -72,7 +72,7 @@ class SupervisedRun:
             self.process = start([*command, "config.toml"], file, cwd=folder)
 
     def wait_for(self, step: int, limit_s: float = LIMIT_S) -> bool:
-        """Wait until `step` is recorded. Return False if the job ends before, or if `step` is not
+        """Wait until `step` is recorded. Return False if the job ends first, or if `step` is not
         recorded within `limit_s` seconds."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end and self.process.poll() is None:
@@ -141,8 +141,8 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
     while len(deaths) < DEATHS:
         fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
         if fault == IN_A_START:
-            # wait for a random time, but not beyond the first new step: in that time, a fast
-            # machine could complete the run
+            # wait for a random time, but at most until the first new step: on a fast machine, the
+            # run could otherwise be complete before the kill
             job.wait_for(furthest + 1, choice.uniform(0.0, START_S))
         # wait for step `furthest` + 2, because the run may have recorded step `furthest` + 1 just
         # before its last death

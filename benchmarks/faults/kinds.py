@@ -5,8 +5,9 @@ If a configuration key has only a few legal values, each of these values is a ki
 is a kind for each data-parallel method, compressor, method of error feedback, ZeRO stage, pipeline
 schedule, context method, adapter, optimizer, precision, format of quantized weights, task, kind of
 model, and so on. A new value or a new key is therefore tested without a change here. LEFT_OUT lists
-the keys that are no kinds, and why. If a value is legal only together with other settings, NEEDS
-has these settings. If NEEDS lacks them, an error about the configuration stops the benchmark.
+the keys whose values are not kinds of runs, and the reasons. If a value is legal only together with
+other settings, NEEDS has these settings. If NEEDS lacks these settings, an error about the
+configuration stops the benchmark.
 """
 
 import json
@@ -47,7 +48,8 @@ LEFT_OUT: Mapping[str, str] = {
     "adapt.targets": "names of linears",
     "recompute.layers": "a number",
 }
-KEPT = ("model.kind", "model.balance", "run.reproducible")  # tried, although their sections are not
+# keys that are tried, although their sections are in LEFT_OUT
+KEPT = ("model.kind", "model.balance", "run.reproducible")
 # Key -> the words with which the names of its kinds begin. For all other keys, the names begin with
 # the key's name and a hyphen.
 PREFIXES: Mapping[str, str] = {
@@ -75,8 +77,8 @@ LATENT = ("model.head_size=12", "model.rope_head_size=4", "model.kv_lora_rank=8"
 COMPRESSED = ("data_parallel.method=compressed", "data_parallel.compressor=top_k")
 DIFFERING = ("data_parallel.method=decentralized",)
 MUON = ("optimizer.kind=muon",)
-# Key, or key=value -> the further settings that a run with it needs. The line of a value replaces
-# the line of its key.
+# Key, or key=value -> the further settings that a run with it needs. If both a key and key=value
+# have an entry, only the entry of key=value is used.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "parallel.schedule": ("parallel.pipeline=2",),
     "parallel.schedule=interleaved": ("parallel.pipeline=2", *CHUNKS),

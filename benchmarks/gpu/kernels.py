@@ -40,11 +40,11 @@ def _distance(result: Tensor, exact: Tensor) -> float:
 
 
 def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
-    """Return the seconds, and the difference from a float32 result, of each method that adds the
-    gradient of a weight [size, size] to a float32 sum. In the method "adds", the matrix
-    multiplication itself adds the gradient to the sum. In the method "rounds", a second kernel adds
-    the rounded gradient to the sum. The method "as chosen" is the one that the trainer chooses on
-    this machine."""
+    """Return two numbers for each method of adding the gradient of a weight [size, size] to a
+    float32 sum: the seconds, and the difference from a float32 result. In the method "adds", the
+    matrix multiplication itself adds the gradient to the sum. In the method "rounds", a second
+    kernel adds the rounded gradient to the sum. The method "as chosen" is the one that the trainer
+    chooses on this machine."""
     generator = torch.Generator().manual_seed(1)
     dy = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
     x = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
@@ -133,7 +133,7 @@ def dropout_formula(x: Tensor, keep: Tensor) -> Tensor:
 
 def dropout_by(kernels: Kernels, samples: Tensor, x: Tensor, keep: Tensor) -> Tensor:
     """Return dropout of `x` [tokens, batch, hidden] for the `samples` [batch]. This function
-    computes the mask itself, which then equals `keep`. The argument `keep` is not used."""
+    computes a mask that equals `keep`, so the argument `keep` is not used."""
     stream = RandomStream.of(1, 1, samples.to(x.device))
     return drop_hidden(x, stream, DROPPED, kernels)
 

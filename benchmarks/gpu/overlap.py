@@ -1,7 +1,7 @@
-"""The overlap of communication with computation in a training with two replicas. It is the fraction
-of the time of a rank's NCCL kernels during which the rank also runs other kernels. The times come
-from a trace of training steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints
-JSON on rank 0."""
+"""The overlap of communication with computation in a training with two replicas. The overlap is a
+ratio of two times: the time in which a rank runs NCCL kernels and other kernels at once, divided by
+the time in which the rank runs NCCL kernels. Both times come from a trace of training steps.
+`python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank 0."""
 
 import json
 import sys
@@ -55,10 +55,10 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the seconds for which NCCL's kernels ran, for how many of these seconds other kernels
-    of the same rank ran, too, and the ratio of these two times. `events` are the events of a Chrome
-    trace, with times in microseconds. If the trace has no kernel of NCCL, return only the reason,
-    with the key "skipped"."""
+    """Return the seconds for which NCCL's kernels ran, the seconds for which other kernels of the
+    same rank ran at the same time, and the second number divided by the first. `events` are the
+    events of a Chrome trace, with times in microseconds. If the trace has no kernel of NCCL, return
+    only the reason, with the key "skipped"."""
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
     nccl: list[Interval] = []
     others: list[Interval] = []

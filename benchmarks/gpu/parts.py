@@ -144,8 +144,8 @@ def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Ite
 
 def _workload(shape: Shape, device: torch.device) -> peers.Workload:
     """Return the workload for another trainer: the shape of the model, and the number of sequences
-    per step. The number of sequences is the same as for ptdmpi. If no setting of ptdmpi fits, it is
-    the number of ptdmpi's smallest setting."""
+    per step. The number of sequences is the same as for ptdmpi. If no setting of ptdmpi fits into
+    memory, the smallest setting determines the number of sequences."""
     try:
         config = fitting(*shape, device)[0]
     except Skipped:

@@ -243,8 +243,8 @@ def _torchtitan(workload: Workload) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def alone_in_torchtitan(device: torch.device) -> Iterator[None]:
-    """Inside this context, torchtitan can be imported, and this process is the only rank of
-    torch.distributed's group, which torchtitan needs."""
+    """Return a context in which torchtitan can be imported. In this context, torch.distributed has
+    a process group, which torchtitan needs; this process is its only rank."""
     sys.path.insert(0, str(torchtitan_folder()))
     import torch.distributed as dist
 

@@ -61,8 +61,8 @@ class Record:
 
     def put(self, name: str, before: Part, now: Part) -> None:
         """Store the rows `now` of a part that was measured again, and write the files. `before` has
-        the earlier rows of the part. If the part has a model's FLOP/s, also store its ratio to the
-        measured FLOP/s of a matrix multiplication."""
+        the earlier rows of the part. If the part has the FLOP/s of a model, also store this rate
+        divided by the measured FLOP/s of a matrix multiplication."""
         gemm = self.parts.get("machine", {}).get("gemm_flops")
         if gemm and "model_flops_per_s" in now:
             now = now | {"of_gemm": now["model_flops_per_s"] / gemm}
@@ -149,8 +149,8 @@ def known_rows(name: str, folder: Path) -> dict[str, Part]:
 
 def measured(name: str, limit_s: float, record: Record) -> Part:
     """Measure a part in a separate process, within `limit_s` seconds, and return its rows. The end
-    of the process frees its GPU memory. While the process runs, `record` stores the rows that it
-    has measured so far."""
+    of the process frees its GPU memory. While the process runs, `record` stores the rows that the
+    process has measured so far."""
     before = record.parts.get(name, {})
 
     def so_far(rows: Part) -> None:

@@ -59,8 +59,8 @@ def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[N
 
 
 def vendor(device: torch.device) -> str:
-    """Return the kind of a device in the table of kernels, such as "cuda" or "rocm". torch calls
-    the type of AMD's GPUs "cuda", too, so its device type is not enough."""
+    """Return the kind of a device in the table of kernels, such as "cuda" or "rocm". The device
+    type of torch is not enough, because torch calls AMD's GPUs "cuda", too."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 

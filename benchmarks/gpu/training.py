@@ -86,7 +86,7 @@ def engine_on(
 
 @contextlib.contextmanager
 def drawn_there() -> Iterator[None]:
-    """Inside this context, initial weights are drawn on the device on which they are stored.
+    """Return a context in which initial weights are drawn on the device on which they are stored.
 
     In a real run, the initial weights are other random numbers, which the host computes. For 6.7e9
     weights, the host needs a minute and a half. The training speed does not depend on the random

@@ -6,7 +6,7 @@ from typing import Any
 
 Settings = Mapping[str, Any]
 # The settings of the optimizer for plain SGD. The optimizer has no momentum and no clipping,
-# because the papers about error feedback define its residuals without them.
+# because the papers define the residuals of error feedback for SGD without momentum and clipping.
 SGD: Settings = {
     "kind": "sgd",
     "learning_rate": 0.5,

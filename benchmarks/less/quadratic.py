@@ -35,9 +35,10 @@ class Problem:
         cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
         """Return a random problem whose matrices H_i have Gaussian elements. `apart` is the
-        standard deviation of each element of the workers' minima. The problem is drawn for `of`
-        workers. Each of the `workers` workers then has the mean loss of `of` / `workers` of them,
-        so that the mean loss over all workers does not depend on `workers`."""
+        standard deviation of each element of the workers' minima. The losses of `of` workers are
+        drawn, and divided into `workers` groups of equal size. Each worker of the problem has the
+        mean loss of a group, so that the mean loss over all workers does not depend on
+        `workers`."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))

@@ -75,7 +75,7 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
     every = axes.world.all_gather_object(sent)
     buffer = engine.buffer
     # methods that reduce complete gradients also send the second gradient of a tied embedding
-    # table, so count it
+    # table, so count this gradient
     whole = case.section["method"] in ("all_reduce", "ring", "parameter_server")
     elements = buffer.gradient_size if whole else buffer.size
     size = buffer.gradients.element_size()

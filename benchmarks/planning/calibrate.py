@@ -80,9 +80,9 @@ def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
 
 def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted seconds, measured seconds) for the rows of Table 4 of Korthikanti et
-    al. 2022, the times of one layer. The predictions use a cluster whose software overlaps the
-    all-reduce of a column-parallel layer's input gradients with the computation of its weight
-    gradients, as the program of the paper does."""
+    al. 2022, the times of one layer. `cluster` must describe the program of the paper, which
+    overlaps two operations of a column-parallel layer: the all-reduce of input gradients, and the
+    computation of weight gradients."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
@@ -138,7 +138,7 @@ def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted seconds, measured seconds) for causal FlashAttention-2, forward and
-    backward, with 16,384 tokens and a total width of all heads of 2,048. The published rate counts
+    backward, with 16,384 tokens, and heads whose sizes add up to 2,048. The published rate counts
     the FLOPs of seven matrix multiplications, each with half of the attention scores."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(ATTENTION):

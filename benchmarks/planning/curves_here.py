@@ -5,8 +5,8 @@ The curves show predictions and measurements of a small GPT on two and four rank
 one of these settings: the batch size (which changes the bubble), the division of the ranks between
 two of the three axes, the microbatch size, recomputation, or scatter/gather. `ptdmpi probe`
 measures the machine with the same number of ranks as the training. If the machine has fewer than
-four cores, four ranks share these cores. While one of them waits in training, the others run faster
-than in the probe, in which all ranks work at the same time.
+four cores, four ranks share these cores. While one rank waits in training, the other ranks run
+faster than in the probe, in which all ranks work at the same time.
 """
 
 import statistics

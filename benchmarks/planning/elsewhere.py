@@ -234,9 +234,9 @@ class MappedRun:
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """Return the prediction for the fastest layout that is legal and fits. The layouts have the
-    sizes in `stated`, and every number of virtual stages, every microbatch size and every mode of
-    recomputation."""
+    """Return the prediction for the fastest layout that is legal and fits. All layouts have the
+    sizes in `stated`. They differ in the number of virtual stages, the microbatch size and the mode
+    of recomputation, and every combination is tried."""
     config = pricer.model.config
     batch = pricer.batch
     most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1
@@ -264,8 +264,9 @@ def runs(source: MappedSource) -> Iterator[MappedRun]:
 
 class Ranking(NamedTuple):
     """Two measures of how well the predicted order of layouts agrees with the measured order:
-    Kendall's tau over `pairs` pairs of runs, and the mean regret. The regret says how much slower
-    the layout that is predicted to be fastest is than the layout that is measured to be fastest."""
+    Kendall's tau over `pairs` pairs of runs, and the mean regret. The regret is the relative
+    difference between two measured times: the time of the layout with the shortest predicted time,
+    and the time of the fastest layout."""
 
     tau: float
     pairs: int

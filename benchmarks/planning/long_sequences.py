@@ -27,7 +27,8 @@ STEP_TOKENS = 2**22
 LENGTHS = tuple(2**power for power in range(11, 21))
 DATA, TENSOR = 4, 8  # data-parallel and tensor-parallel sizes of the layouts whose memory is drawn
 HERE_CONTEXTS, HERE_LENGTHS = (1, 2, 4), (1024, 2048, 4096, 8192)
-# the machine counts as quiet if on average fewer processes than this run or wait for a core
+# the machine counts as quiet if its load average (the mean number of processes that run or wait for
+# a core) is below this number
 QUIET_LOAD = 0.5
 GIB, MIB = 2**30, 2**20
 

@@ -1,8 +1,8 @@
 """Predictions of the published runs in `outside.csv`.
 
 These runs were not used to calibrate any value of the planner, nor to choose any term of the
-planner's model. The runs of 2022 were made with a newer program than the runs of 2021. This program
-overlaps all-reduces between tensor ranks with the computation of weight gradients.
+planner's model. The runs of 2022 were made with a newer program than the runs of 2021. The newer
+program overlaps all-reduces between tensor ranks with the computation of weight gradients.
 """
 
 import csv

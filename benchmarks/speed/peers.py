@@ -106,6 +106,6 @@ def environment(tool: str) -> dict[str, str]:
     if tool not in PINS:
         return {}
     # Python finds the packages of `tool` before the project's packages. DeepSpeed compiles an
-    # extension when it starts.
+    # extension when it starts, and stores it in TORCH_EXTENSIONS_DIR.
     path = os.pathsep.join([str(FOLDER / tool), str(ROOT), *sys.path])
     return {"PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": str(FOLDER / tool / BUILT)}

@@ -105,8 +105,8 @@ def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, 
 
 
 def greatest_length(base: Path, recompute: str) -> int:
-    """Return the greatest number of tokens in a row for which LoRA needs at most the fraction `BAR`
-    of the memory of full tuning, with microbatches of one row."""
+    """Return the greatest row length in tokens at which LoRA needs at most the fraction `BAR` of
+    the memory of full tuning. A microbatch has one row."""
 
     def ratio(length: int) -> float:
         lora = planned(base, "lora", length, recompute).total

@@ -1,11 +1,11 @@
 """`python -m benchmarks.tuning.mup`: muP compared with the standard parametrization, on one rank.
 
 muP is the maximal update parametrization of Yang et al. 2022, which `mup_base_hidden` switches on.
-Models of several widths are trained on the text of this documentation, with and without muP. The
-coordinate check (appendix D.1 of the paper) shows the root mean square of activations after some
-steps. With muP, this value must not grow with the width. The benchmark also measures the loss after
-a short training with several learning rates. With muP, the best learning rate must not depend on
-the width. docs/pictures/mup.png is drawn, and a table is printed.
+Models of several widths are trained on the text of ptdmpi's documentation, with and without muP.
+The coordinate check (appendix D.1 of the paper) shows the root mean square of activations after
+some steps. With muP, this value must not grow with the width. The benchmark also measures the loss
+after a short training with several learning rates. With muP, the best learning rate must not depend
+on the width. docs/pictures/mup.png is drawn, and a table is printed.
 """
 
 import math

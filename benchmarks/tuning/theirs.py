@@ -106,8 +106,9 @@ def apart(values: Tensor, reference: Tensor) -> float:
 
 
 def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
-    """Train the adapters in `begun` with `peft`, as the run `run` has trained them, and return the
-    losses and the differences of logits (also those of the merged model `merged`)."""
+    """Train the adapters in `begun` with `peft`, on the data and with the learning rates of the run
+    `run`. Return the losses, and the differences of logits that the docstring of this module lists.
+    `merged` is the merged model."""
     import peft
 
     from ptdmpi.comm.world import World

@@ -2,7 +2,7 @@
 module converts records to messages.
 
 - OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}. A content may also be a list of
-parts {"type": "text", "text": TEXT}. An answer with "weight": 0 is only context, and not a label.
+  parts {"type": "text", "text": TEXT}. An answer with "weight": 0 is only context, and not a label.
 - ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, and optionally "system".
 - alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, and
   optionally "system" and "history", a list of [question, answer].

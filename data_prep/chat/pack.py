@@ -94,7 +94,8 @@ class RowWriter:
     a document. The padding is one more document; it consists of end-of-document tokens, which are
     not labels. The conversations of one record form a group, and are next to each other in one row.
     Sample j of a shard is row j. The label of the last token of a row is the first token of the
-    next row, so each shard ends with one extra token. The loss ignores this label.
+    next row, so each shard ends with one extra token. The loss ignores the label of the last token
+    of a row.
     """
 
     def __init__(
@@ -281,8 +282,8 @@ def _size(group: Group) -> int:
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
     """Return the conversations of a group, each cut to the length of a row. Return None if the
-    group must be left out, because it is too long, or because one of its conversations would have
-    no label."""
+    group must be left out, because it is longer than a row and must not be cut, or because one of
+    its conversations would have no label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None

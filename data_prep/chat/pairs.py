@@ -4,9 +4,9 @@ answer to the same prompt.
 A record has the fields "chosen" and "rejected". Each of these two fields has one of the following
 values:
 
-- a text, or one message: the answer to the prompt, which is in another field (`_prompt`)
+- a text, or one message: the answer; the prompt is in another field (see `_prompt`)
 - a list of messages that begins with an answer; the prompt is in another field (TRL's
-conversational format)
+  conversational format)
 - a list of messages that begins with a question: the complete conversation
 - a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the complete conversation (Bai et al. 2022, arXiv
   2204.05862)

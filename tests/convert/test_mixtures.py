@@ -125,6 +125,23 @@ def test_the_reference_is_transformers(tmp_path, case):
     assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(tmp_path, case):
+    """The whole model in float32 computes what their own code computes."""
+    family, changes = CASES[case]
+    source = saved(tmp_path / "hf", family, **changes)
+    theirs = model(family, **{k: v for k, v in changes.items() if k != "shard"})
+    from_hf(source, tmp_path / "ours")
+    opened, _ = open_inference(tmp_path / "ours", World(), None, None)
+    ids = check.prompts(theirs.config.vocab_size, 16)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+    found = asked(opened, ids.t())
+    assert found.dtype == expected.dtype == torch.float32
+    assert difference(found, expected.transpose(0, 1)) < 1e-5
+
+
 def test_transformers_loads_a_deepseek_of_our_own(tmp_path):
     keys = {
         "kind": "deepseek",

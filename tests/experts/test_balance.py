@@ -123,8 +123,11 @@ def test_losses_of_routers_mean_the_same_in_every_layout(comm, name):
         check_close(comm, LOSSES[name], where)
 
 
-def serial_losses(engine, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The losses of the only layer's router by name, by their formulas, and its weight."""
+def serial_losses(
+    engine, batch, before: torch.Tensor | None = None
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The losses of the only layer's router by name, by their formulas, and its weight. `before`
+    has the loads of the four experts in the previous step; None without such a step."""
     model = engine.config.model
     weights = {name: value.clone() for name, value in whole_weights(engine).items()}
     router = weights["layers.0.mlp.router.weight"].requires_grad_()
@@ -140,27 +143,47 @@ def serial_losses(engine, batch) -> tuple[dict[str, torch.Tensor], torch.Tensor]
     probabilities = logits.softmax(-1)
     chosen = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 1.0)
     sequence = 4 / 2 * (chosen.mean(1) * probabilities.mean(1)).sum()
+    # Fedus et al. 2021, equation 4: the sum over experts of their shares of the loads times their
+    # mean probabilities, times the number of experts
+    shares = (
+        torch.full((4,), 0.25, dtype=torch.float64) if before is None else before / before.sum()
+    )
+    batch_sum = 4 * ids.numel() * (shares * probabilities.mean((0, 1))).sum()
     z = logits.logsumexp(-1).square().sum()
-    return {"sequence_balance": 0.1 * sequence, "router_z": 0.01 * z}, router
+    losses = {"sequence_balance": sequence, "batch_balance": batch_sum}
+    return {**{name: 0.1 * loss for name, loss in losses.items()}, "router_z": 0.01 * z}, router
 
 
+PLAIN = {**MIXED, "model.layers": 1, "model.balance": "none", "batch.global_size": 2}
+PLAIN |= {"optimizer.clip_norm": 0.0}
+TRAINED = {**PLAIN, "model.balance_coefficient": 0.1, "model.z_loss_coefficient": 0.01}
+# name -> the number of terms of the loss of two sequences of 16 tokens
+COUNTS = {"sequence_balance": 2, "batch_balance": 2 * 16, "router_z": 2 * 16}
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("sequence", 1), ("batch", 3)])
 @parallel(ranks=[1])
-def test_losses_of_routers_are_their_formulas(comm):
-    """Their means are in the loss of a step, and their gradients in the router's."""
-    plain = {**MIXED, "model.layers": 1, "model.balance": "none", "batch.global_size": 2}
-    plain |= {"optimizer.clip_norm": 0.0}
-    changes = {**plain, **LOSSES["sequence"], "model.layers": 1, "model.z_loss_coefficient": 0.01}
-    engine, without = build(World(comm), changes), build(World(comm), plain)
-    (batch,) = microbatches(engine.config, 0, 0)
-    losses, router = serial_losses(engine, batch)
-    counts = {"sequence_balance": 2, "router_z": 2 * 16}
-    more = sum(losses[name] / count for name, count in counts.items())
-    more.backward()
-    result, other = engine.step(0, [batch]), without.step(0, [batch])
-    for name, count in counts.items():
-        assert result.losses[name].count == count
-        assert result.losses[name].sum == pytest.approx(losses[name].item(), rel=1e-12)
-    assert result.loss == pytest.approx(other.loss + more.item(), rel=1e-12)
-    key = "layers.0.mlp.router.weight"
-    added = whole_gradients(engine)[key] - whole_gradients(without)[key]
-    torch.testing.assert_close(added, router.grad, rtol=1e-9, atol=1e-14)
+def test_losses_of_routers_are_their_formulas(comm, kind, steps):
+    """Their means are in the loss of a step, and their gradients in the router's. The balance of
+    the whole batch takes the loads of the step before, which are unequal."""
+    engine = build(World(comm), {**TRAINED, "model.balance": kind})
+    without = build(World(comm), PLAIN)
+    counts = {name: COUNTS[name] for name in (f"{kind}_balance", "router_z")}
+    loads = None
+    for step in range(steps):
+        load(without, whole_weights(engine))
+        (batch,) = microbatches(engine.config, step, 0)
+        losses, router = serial_losses(engine, batch, loads)
+        more = sum(losses[name] / count for name, count in counts.items())
+        more.backward()
+        result, other = engine.step(step, [batch]), without.step(step, [batch])
+        assert result.losses.keys() - other.losses.keys() == counts.keys()
+        for name, count in counts.items():
+            assert result.losses[name].count == count
+            assert result.losses[name].sum == pytest.approx(losses[name].item(), rel=1e-12)
+        assert result.loss == pytest.approx(other.loss + more.item(), rel=1e-12)
+        key = "layers.0.mlp.router.weight"
+        added = whole_gradients(engine)[key] - whole_gradients(without)[key]
+        torch.testing.assert_close(added, router.grad, rtol=1e-9, atol=1e-14)
+        loads = result.loads.tokens[0].double()
+        assert len(loads.unique()) > 1

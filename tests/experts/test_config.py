@@ -53,6 +53,15 @@ def test_one_line_says_what_is_wrong_and_what_is_legal(changes, line):
     assert [text for text in str(caught.value).splitlines() if re.search(line, text)]
 
 
+@pytest.mark.parametrize("key", ["capacity_factor", "expert_capacity", "capacity"])
+def test_experts_have_no_capacity(key):
+    with pytest.raises(InputError) as caught:
+        small(MIXED | {f"model.{key}": 1.25})
+    (line,) = [text for text in str(caught.value).splitlines() if key in text]
+    assert f"model.{key} is not a key: an expert has no capacity" in line
+    assert "no token is dropped; legal: no such key" in line
+
+
 def test_parts_of_a_sequence_have_no_balance_of_their_own():
     changes = {**MIXED, "model.balance": "sequence", "parallel.context": 2}
     with pytest.raises(InputError, match=r"excludes balance = .sequence. at parallel\.context = 2"):

@@ -14,7 +14,7 @@ from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.plan.layout.grid import EXPERT_AXES
 from tests._configs import Changes, layout
-from tests._engines import assert_same_bits, build, from_root, train, whole_weights
+from tests._engines import build, from_root, whole_weights
 from tests.checkpoint.test_sharded import assert_whole, checkpoints, saved
 from tests.context.test_parity import batches_of
 from tests.experts.test_parity import GROUPED, MIXED
@@ -34,13 +34,21 @@ FULL = {"recompute.mode": "full"}
 # only layers 3 and 5 of six have experts, so some stages have none
 SOME = GROUPED | {"model.layers": 6, "model.dense_layers": 2, "model.moe_every": 2}
 SOME |= {"model.ffn_hidden": 48}
+# shapes that three ranks divide
+THREE = MIXED | {"model.experts": 6, "batch.global_size": 6, "model.seq_length": 18}
+SIX = MIXED | {"model.experts": 6, "batch.global_size": 12}
+FOUR_LAYERS = GROUPED | {"model.layers": 4}
+DOCUMENTS = {"data.document_boundaries": True}
+ULYSSES = {"parallel.context_method": "ulysses"}
+RING = {"parallel.context_method": "ring"}
 # name -> (ranks, shape, layout and how it is run)
 Row = tuple[int, Changes, Changes]
 ROWS: dict[str, Row] = {
     "e2 d2": (2, MIXED, dealt(2, d=2)),
     "e2 d2 grouped batch full": (2, GROUPED | BATCH, dealt(2, d=2) | FULL),
     "e2 c2": (2, MIXED, dealt(2, c=2)),
-    "e3 d3": (3, MIXED | {"model.experts": 6, "batch.global_size": 6}, dealt(3, d=3)),
+    "e3 d3": (3, THREE, dealt(3, d=3)),
+    "e3 c3": (3, THREE, dealt(3, c=3)),
     "e4 d4 selective": (4, GROUPED, dealt(4, d=4) | {"recompute.mode": "selective"}),
     "e2 d4": (4, MIXED, dealt(2, d=4)),
     "e4 c2 d2": (4, MIXED, dealt(4, c=2, d=2)),
@@ -52,7 +60,21 @@ ROWS: dict[str, Row] = {
     "e2 t2 d2 divided": (4, MIXED, dealt(2, t=2, d=2) | {"parallel.sequence_parallel": True}),
     "e2 p2 d2": (4, GROUPED, dealt(2, p=2, d=2)),
     "e2 p2 d2 zb-h1": (4, MIXED, dealt(2, p=2, d=2) | {"parallel.schedule": "zb-h1"}),
-    "e2 p2 v2 d2 full": (4, GROUPED | {"model.layers": 4}, dealt(2, p=2, v=2, d=2) | FULL),
+    "e2 p2 v2 d2 full": (4, FOUR_LAYERS, dealt(2, p=2, v=2, d=2) | FULL),
+    "e2 p2 d2 gpipe": (4, GROUPED, dealt(2, p=2, d=2) | {"parallel.schedule": "gpipe"}),
+    "e2 p2 v2 d2 zb-v": (
+        4,
+        FOUR_LAYERS,
+        dealt(2, p=2, v=2, d=2) | {"parallel.schedule": "zb-v"},
+    ),
+    "e4 c2 d2 documents": (4, MIXED | DOCUMENTS, dealt(4, c=2, d=2)),
+    "e2 c2 ulysses documents": (2, MIXED | DOCUMENTS, dealt(2, c=2) | ULYSSES),
+    "e4 c4 ring": (4, MIXED, dealt(4, c=4) | RING),
+    "e2 c2 d2 ring zero 3": (
+        4,
+        MIXED | DOCUMENTS,
+        dealt(2, c=2, d=2) | RING | {"parallel.zero": 3},
+    ),
     "e2 d2 p2 muon": (4, MIXED | {"optimizer.kind": "muon"}, dealt(2, p=2, d=2)),
     "e2 d4 muon zero 1": (
         4,
@@ -74,6 +96,11 @@ ROWS: dict[str, Row] = {
         SOME | {"optimizer.kind": "muon"},
         dealt(1, p=2, d=2) | {"parallel.zero": 1},
     ),
+    "e3 p2 d3": (6, THREE, dealt(3, p=2, d=3)),
+    "e3 d6 zero 3": (6, SIX, dealt(3, d=6) | {"parallel.zero": 3}),
+    "e4 p2 v2 d4": (8, FOUR_LAYERS, dealt(4, p=2, v=2, d=4)),
+    "e4 t2 d4": (8, GROUPED, dealt(4, t=2, d=4)),
+    "e4 d8 zero 3": (8, MIXED | {"batch.global_size": 16}, dealt(4, d=8) | {"parallel.zero": 3}),
     "some e2 t2 p2 v2 d2": (8, SOME, dealt(2, t=2, p=2, v=2, d=2)),
     "some e2 p2 v2 d4 zero 3": (8, SOME, dealt(2, p=2, v=2, d=4) | {"parallel.zero": 3}),
 }
@@ -152,6 +179,13 @@ def test_parity_after_twenty_steps(comm, name):
     check(comm, ROWS[name], 20)
 
 
+@parallel(ranks=[8], limit_s=300.0)
+@pytest.mark.long
+@pytest.mark.parametrize("name", WIDE)
+def test_parity_of_eight_ranks_after_twenty_steps(comm, name):
+    check(comm, ROWS[name], 20)
+
+
 LONG_TYPES = [pytest.param(name, marks=pytest.mark.long) for name in ("bf16", "fp32")]
 
 
@@ -160,10 +194,36 @@ LONG_TYPES = [pytest.param(name, marks=pytest.mark.long) for name in ("bf16", "f
 def test_one_microbatch_a_rank_has_the_bits_of_data_parallelism(comm, precision):
     """Three ranks, because a sum of two has the same bits in both orders; and fp64, because there a
     kernel that also adds its product to the sum gives other bits, even for few rows."""
-    shape = {**MIXED, "model.experts": 6, "batch.global_size": 6, "precision.compute": precision}
-    assert_same_bits(
-        train(comm, shape | dealt(3, d=3), steps=3), train(comm, shape | layout(d=3), steps=3)
-    )
+    same_bits(comm, THREE | {"precision.compute": precision}, dealt(3, d=3))
+
+
+# layouts of four ranks in which the experts are dealt over several axes, or their widths divided
+FOLDED = {"e4 c2 d2": dealt(4, c=2, d=2), "e2 t2 d2": dealt(2, t=2, d=2)}
+
+
+@parallel(ranks=[4])
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp64", "bf16", "fp32"])
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_experts_have_the_bits_of_experts_that_are_not_dealt(comm, name, precision):
+    more = {"precision.compute": precision, "batch.micro_size": 4}
+    same_bits(comm, MIXED | more, FOLDED[name])
+
+
+def same_bits(comm, shape: Changes, where: Changes) -> None:
+    """Training with dealt experts has the bits of training with all experts on every rank."""
+    runs = []
+    for e in (where["parallel.expert"], 1):
+        engine = build(World(comm), {**shape, **where, "parallel.expert": e})
+        assert engine.config.microbatches == 1
+        curve, loads = trained(engine, 0, 3)
+        runs.append((curve, loads, whole_weights(engine)))
+    (found, loads, weights), (expected, all_loads, whole) = runs
+    assert found == expected
+    assert all(map(torch.equal, loads, all_loads))
+    assert weights.keys() == whole.keys()
+    for key, values in whole.items():
+        assert torch.equal(weights[key], values), key
 
 
 @parallel(ranks=[2])

@@ -1,13 +1,14 @@
-"""The mixtures of Hugging Face `transformers`, with the same weights: Mixtral's, Qwen3-MoE's and
-DeepSeek-V3's. Output, the input's gradient, and every weight's."""
+"""The mixtures of Hugging Face `transformers`, with the same weights: Mixtral's, Qwen3-MoE's,
+OLMoE's and DeepSeek-V3's. Output, the input's gradient, and every weight's."""
 
 import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from ptdmpi.model.operators import Context
@@ -30,6 +31,15 @@ BLOCKS = {
         {
             "model.experts": 8,
             "model.experts_per_token": 3,
+            "model.router_normalize": False,
+        },
+    ),
+    "olmoe": (
+        OlmoeSparseMoeBlock,
+        OlmoeConfig(hidden_size=H, intermediate_size=WIDTH, num_experts=8, num_experts_per_tok=4),
+        {
+            "model.experts": 8,
+            "model.experts_per_token": 4,
             "model.router_normalize": False,
         },
     ),

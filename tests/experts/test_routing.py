@@ -1,9 +1,16 @@
 """The choice of experts: ties, groups, and what neither other tokens nor recomputation change."""
 
+from unittest.mock import patch
+
 import torch
 
+from ptdmpi.comm.world import World
+from ptdmpi.model.experts.mixture import MixturePass
 from ptdmpi.model.experts.routing import Routing, segments
 from tests._configs import small
+from tests._engines import build, steps_of
+from tests.experts.test_parity import GROUPED
+from tests.parallel import parallel
 
 
 def routing(**keys) -> Routing:
@@ -39,3 +46,34 @@ def test_every_token_is_with_each_of_its_experts_once():
     chosen = torch.tensor([[2, 0], [0, 7], [2, 7]])
     held = [(part.expert, part.rows.tolist(), part.pairs.tolist()) for part in segments(chosen, 8)]
     assert held == [(0, [0, 1], [1, 2]), (2, [0, 2], [0, 4]), (7, [1, 2], [3, 5])]
+
+
+@parallel(ranks=[1])
+def test_the_router_computes_in_float32(comm):
+    """A product in bf16 differs by about 1e-3."""
+    engine = build(World(comm), GROUPED | {"precision.compute": "bf16"})
+    right = MixturePass.logits
+    differences = []
+
+    def compared(layer: MixturePass, rows: torch.Tensor) -> torch.Tensor:
+        logits, weight = right(layer, rows), layer.router.weight
+        assert rows.dtype == weight.dtype == torch.bfloat16
+        assert logits.dtype == torch.float32
+        expected = rows.double() @ weight.double().t()
+        differences.append(((logits - expected).abs().max() / expected.abs().max()).item())
+        return logits
+
+    with patch.object(MixturePass, "logits", compared):
+        steps_of(engine, 1)
+    assert len(differences) == 2 * engine.config.microbatches, "one for each layer"
+    assert max(differences) < 1e-6
+
+
+@parallel(ranks=[1])
+def test_recomputation_never_routes_again(comm):
+    """It would choose the same experts here: on one machine recomputed scores have equal bits."""
+    for mode in ("none", "full", "selective"):
+        engine = build(World(comm), GROUPED | {"recompute.mode": mode})
+        with patch.object(Routing, "choose", autospec=True, side_effect=Routing.choose) as choose:
+            steps_of(engine, 1)
+        assert choose.call_count == 2 * engine.config.microbatches, mode

@@ -43,3 +43,5 @@ def test_the_loss_falls_and_records_have_the_loads(comm, tmp_path):
     for record in steps:
         assert len(record["fullest_expert"]) == len(record["dead_experts"]) == 2
         assert all(0.25 <= share <= 0.5 for share in record["fullest_expert"])
+        for tokens, share in zip(record["expert_tokens"], record["fullest_expert"], strict=True):
+            assert len(tokens) == 4 and max(tokens) / sum(tokens) == share

@@ -47,6 +47,15 @@ MODELS = {
         "query_scalar": 5.0,
     },
 }
+# a token uses two of four experts and the shared expert; the balance numbers change the choice
+MODELS["experts"] = {
+    **_stored.LLAMA,
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_hidden": 16,
+    "shared_experts": 1,
+    "dense_layers": 1,
+}
 # every further sublayer of the package, between attention and MLP
 MODELS |= {
     name: {"sublayers": ["attention", name, "mlp"]}

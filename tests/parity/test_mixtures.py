@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from ptdmpi.model.experts.exchange import SentDispatch
+from ptdmpi.model.experts.tokens import TensorTokens
 from ptdmpi.parity import mixtures, suite
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
 from ptdmpi.parity.mixtures import EXPERTS, Chooser, mixture_cases
@@ -33,15 +34,19 @@ def compared(comm, case: Case) -> Verdict | None:
 
 
 def test_only_one_microbatch_a_rank_has_the_bits_of_experts_on_each_rank():
-    first, *others = mixture_cases()
-    assert first.layout.expert == 2 and first.layout.base.expert == 1
-    assert all(case.layout.base.expert == case.layout.expert == 2 for case in others)
+    cases = mixture_cases()
+    alone = [number for number, case in enumerate(cases) if case.layout.base.expert == 1]
+    assert alone == [0, 4]
+    others = [case for number, case in enumerate(cases) if number not in alone]
+    assert all(case.layout.base.dealing == case.layout.dealing for case in others)
+    assert all(case.layout.base.context == case.layout.context for case in cases)
+    first = cases[0]
     two = replace(first.layout, micro_size=GLOBAL_SIZE // 4)
     assert two.base.expert == 2
 
 
 def test_fewer_ranks_have_fewer_rows():
-    assert [len(mixture_cases(ranks)) for ranks in (1, 2, 4)] == [0, 1, 4]
+    assert [len(mixture_cases(ranks)) for ranks in (1, 2, 4)] == [0, 1, 6]
 
 
 @pytest.mark.long
@@ -55,7 +60,7 @@ def test_no_row_is_red_without_a_fault(comm):
 
 @pytest.mark.long
 @parallel(ranks=[4], limit_s=180.0)
-@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize("number", range(1, 6))
 def test_no_row_of_four_ranks_is_red_without_a_fault(comm, number):
     case = small(number)
     verdict = compared(comm, replace(case, model=replace(case.model, layers=4)))
@@ -68,11 +73,11 @@ def other_choices() -> Iterator[None]:
     """Every layout but one rank alone gives the first token of each microbatch other experts."""
     right = Chooser.choice
 
-    def wrong(chooser: Chooser, layer: int, own: Tensor, *, counts: bool) -> Tensor:
+    def wrong(chooser: Chooser, layer: int, own: Tensor, tokens: TensorTokens) -> Tensor:
         if chooser.expected is not None:
             own = own.clone()
             own[0] = (own[0] + 1) % EXPERTS
-        return right(chooser, layer, own, counts=counts)
+        return right(chooser, layer, own, tokens)
 
     with patch.object(Chooser, "choice", wrong):
         yield

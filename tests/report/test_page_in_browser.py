@@ -40,6 +40,7 @@ def _run(path: Path) -> Path:
         )
         for step in range(1, 301)
     ]
+    steps[-1]["expert_tokens"] = [[30, 10, 0, 0], [10, 10, 10, 10]]
     validations = [
         {"step": step, "validation_loss": 5.5 - step / 200, "validation_perplexity": 9.0, EVIL: 1}
         for step in (100, 200, 300)
@@ -88,7 +89,8 @@ def test_hover_shows_values_and_drag_changes_the_axis(browser, tmp_path):
     assert "onerror" in browser.run("document.querySelector('.warnings').textContent")
     titles = browser.run("[...document.querySelectorAll('.chart')].map((one) => one.dataset.key)")
     wanted = ["loss", "learning_rate", "grad_norm", "tokens_per_s", "step_time_s", "mfu"]
-    assert titles == [*wanted, "peak_memory_bytes", "fullest_expert", "timeline", "timeline"]
+    more = ["fullest_expert", "expert_tokens", "timeline", "timeline"]
+    assert titles == [*wanted, "peak_memory_bytes", *more]
 
     left, width, height = _middle(browser, "loss")
     browser.mouse("mouseMoved", left + width / 2, height)
@@ -106,6 +108,17 @@ def test_hover_shows_values_and_drag_changes_the_axis(browser, tmp_path):
     assert _axis(browser, "grad_norm") == [low, high]  # all curves show the same steps
     browser.run("document.querySelector('button[data-axis=steps]').click()")
     assert _axis(browser, "loss") == [1, 300]
+
+    left, width, height = _middle(browser, "expert_tokens")
+    browser.mouse("mouseMoved", left + 100, height - 12)  # the first of two layers and four experts
+    name, load = _tip(browser).splitlines()
+    assert (
+        name.endswith("0, expert 0") and load == "3 of the mean load, 75.0% of the layer's tokens"
+    )
+    fills = browser.run(
+        "[...document.querySelectorAll('[data-key=expert_tokens] .plot .low')].length"
+    )
+    assert fills == 2  # two experts have no token
 
     left, width, height = _middle(browser, "timeline")
     browser.mouse("mouseMoved", left + 70, height - 6)  # the middle is between two ranks

@@ -282,6 +282,32 @@ def test_one_rank_is_left_of_three_shards(corpus, eight_undisturbed):
     check_close(corpus / "runs/one", eight_undisturbed)
 
 
+EXPERTS = (
+    EIGHT,
+    "precision.compute=fp64",
+    "model.kind=llama",
+    "model.expert_hidden=16",
+    "model.experts=4",
+    "model.experts_per_token=2",
+)
+
+
+@pytest.mark.long
+def test_one_copy_of_the_experts_is_lost_and_then_both(corpus):
+    """Ranks 1 and 3 have the same experts. A spare rank takes the place of rank 3, with the state
+    of rank 1; then both are lost."""
+    mpirun(1, command("-m", "ptdmpi", "run.name=mixed", *EXPERTS), cwd=corpus, timeout_s=100)
+    settings = (*EXPERTS, "run.name=dealt", "run.reproducible=false", "parallel.expert=2")
+    kills = [(3, "op", 4), (1, "op", 6), (4, "op", 6)]
+    disturbed(corpus, 5, kills, *settings, "run.spare_ranks=1")
+    first, *_, last = losses(corpus / "runs/dealt")
+    assert first.startswith("rank 3 (") and "lost in step 4; 4 ranks continue: t=1,e=2" in first
+    assert "d=4,v=1,b=1 from live state of step 3, " in first
+    assert "2 ranks continue: t=1,e=2,p=1,d=2,v=1,b=1 from checkpoint, since no other" in last
+    assert "since no other rank held the lost experts, of step 4, " in last
+    check_close(corpus / "runs/dealt", corpus / "runs/mixed")
+
+
 # like `comm.wire = "nccl"`, which aborts its connections and makes new ids
 STAND_IN = """
 from ptdmpi.config import wires

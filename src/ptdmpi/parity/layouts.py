@@ -161,18 +161,21 @@ class ComparedLayout(Layout):
         """Return the simplest layout for which a training run must have the same bits.
 
         This base layout and the given layout have equal values of the settings that determine the
-        order of sums: the tensor-parallel size, the microbatch size, sequence parallelism and,
-        unless the run is reproducible, the data-parallel size. If the optimizer's state is sharded,
-        the two layouts also agree in whether gradients are summed over ranks first or over
-        microbatches first, and in whether shard groups sum separately. Both layouts distribute
-        experts over equally many ranks. There is one exception: if each expert computes the tokens
-        of each source rank separately (`computes_by_source`), the base layout has all experts on
-        every rank, because the bits are then the same.
+        order of sums: the sizes of the tensor and context axes, the microbatch size, sequence
+        parallelism and, unless the run is reproducible, the data-parallel size. If the optimizer's
+        state is sharded, the two layouts also agree in whether gradients are summed over ranks
+        first or over microbatches first, and in whether shard groups sum separately. Both layouts
+        distribute experts over equally many ranks, in the same way. There is one exception: if each
+        expert computes the tokens of each source rank separately (`computes_by_source`), the base
+        layout has all experts on every rank, because the bits are then the same.
         """
         microbatches = self.microbatches(GLOBAL_SIZE)
         plain = ComparedLayout(
             tensor=self.tensor,
+            context=self.context,
+            context_method=self.context_method,
             data=self.data,
+            expert_tensor=self.expert_tensor,
             expert=1 if self.computes_by_source(microbatches) else self.expert,
             sequence_parallel=self.sequence_parallel,
             micro_size=self.micro_size,

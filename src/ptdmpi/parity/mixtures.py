@@ -17,6 +17,7 @@ from torch import Tensor
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.experts.routing import Routing
+from ptdmpi.model.experts.tokens import TensorTokens
 from ptdmpi.parity.layouts import (
     GLOBAL_SIZE,
     HIDDEN,
@@ -59,10 +60,11 @@ class MixtureModel(ComparedModel):
 def mixture_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with experts that are distributed over ranks.
 
-    In the first case each rank has one microbatch, so each expert computes the tokens of each
-    source rank separately (`Layout.computes_by_source`). Therefore the results must have the same
-    bits as with data parallelism without distributed experts. The other cases add tensor
-    parallelism with recomputation, ZeRO 3, and several chunks per rank.
+    In the first case and in the case with context parallelism, each rank has one microbatch, and
+    each expert computes the tokens of each source rank separately (`Layout.computes_by_source`).
+    Therefore the results must have the same bits as without distributed experts. The other cases
+    add tensor parallelism with recomputation, ZeRO 3, several chunks per rank, and experts that the
+    tensor axis does not divide.
     """
     model = MixtureModel("llama", layers=4)
     cases = [
@@ -87,6 +89,16 @@ def mixture_cases(ranks: int = MOST_RANKS) -> list[Case]:
                 pipeline=2, virtual=2, data=2, expert=2, schedule="interleaved", micro_size=4
             ),
             replace(model, dropout=True, documents=True),
+        ),
+        Case(
+            ComparedLayout(context=2, data=2, expert=4, micro_size=GLOBAL_SIZE // 2),
+            replace(model, documents=True),
+        ),
+        Case(
+            ComparedLayout(
+                tensor=2, data=2, expert=4, expert_tensor=1, sequence_parallel=True, micro_size=4
+            ),
+            replace(model, balance="sequence"),
         ),
     ]
     return legal(cases, ranks)
@@ -115,8 +127,9 @@ class Chooser:
         self._done = Counter[int]()
         for stage in engine.stages.values():
             for layer, mixture in stage.mixtures.items():
-                counts = mixture.tokens.first
-                mixture.routing = _WatchedRouting(mixture.routing.model, layer, self, counts)
+                mixture.routing = _WatchedRouting(
+                    mixture.routing.model, layer, self, mixture.tokens
+                )
 
     def begin(self, step: int, batches: Sequence[Microbatch]) -> None:
         """Prepare to record step `step`, which trains on `batches`. The batches have only this
@@ -124,15 +137,16 @@ class Chooser:
         self._step, self._batches = step, batches
         self._done.clear()
 
-    def choice(self, layer: int, own: Tensor, *, counts: bool) -> Tensor:
+    def choice(self, layer: int, own: Tensor, tokens: TensorTokens) -> Tensor:
         """Return the experts of the tokens of the layer's next microbatch, [T, k] for T tokens with
         k experts each. The layer itself has chosen the experts `own` [T, k]. Every layer computes
-        the microbatches of a step in their order. If `counts` is False, choices that differ from
-        the expected choices (flips) are not counted."""
+        the microbatches of a step in their order. `tokens` says which of the tokens this tensor
+        rank routes, and whether it counts the choices that differ from the expected choices
+        (flips)."""
         batch = self._batches[self._done[layer]]
         self._done[layer] += 1
         samples = batch.samples - self._step * GLOBAL_SIZE
-        positions = self._positions.numbers(len(batch.inputs), own.device)
+        positions = tokens.own_positions(self._positions.numbers(len(batch.inputs), own.device))
         # the tokens of the microbatch are in the order [position, sample]
         place = (samples[None, :], positions[:, None])
         shape = (GLOBAL_SIZE, SEQ_LENGTH, own.shape[1])
@@ -141,7 +155,7 @@ class Chooser:
         if self.expected is None:
             return own
         theirs = self.expected[self._step, layer][place].flatten(0, 1)
-        if counts:
+        if tokens.first:
             differ = own.sort(-1).values != theirs.sort(-1).values
             self.flips += int(differ.any(-1).sum())
         return theirs if self.replaces else own
@@ -153,9 +167,9 @@ class _WatchedRouting(Routing):
 
     layer: int
     chooser: Chooser
-    counts: bool
+    tokens: TensorTokens
 
     def choose(self, scores: Tensor, balance: Tensor | None = None) -> Tensor:
         """Return the experts of each token, [T, k] for T tokens with k experts each."""
         own = super().choose(scores, balance)
-        return self.chooser.choice(self.layer, own, counts=self.counts)
+        return self.chooser.choice(self.layer, own, self.tokens)

@@ -158,7 +158,9 @@ def _options(layout: Layout) -> str:
         "pa": layout.partition_activations,
         f"g{layout.shard_group}": layout.shard_group is not None,
         "of": layout.offload != "none",
+        f"c{layout.context}": layout.context > 1,
         f"e{layout.expert}": layout.expert > 1,
+        "et1": layout.expert_tensor == 1,
         layout.exchange: layout.context > 1,
     }
     return " ".join(word for word, on in words.items() if on) or "-"
@@ -183,7 +185,11 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         "z: stage of ZeRO, g2: in groups of 2, of: the optimizer's state in a file.",
     ]
     if any(isinstance(model, MixtureModel) for model in models):
-        lines.append("e2: experts on 2 of the ranks with the same layers.")
+        lines += [
+            "c2: sequences over 2 ranks, by the method that follows; e2: experts on 2 of the ranks "
+            "with the same",
+            "layers; et1: whole experts, which the tensor ranks do not divide.",
+        ]
     for letter, model in enumerate(models, ord("A")):
         lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(_model_words(model))}.")
     names = left_out(models)

@@ -3,7 +3,7 @@
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ptdmpi.config.kinds import mixing_layers
 from ptdmpi.plan.schedule.simulate import Timeline
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LABELS = 12  # maximum number of layers in a legend; a larger legend would hide the curves
+MOST_ROWS = 40  # maximum number of layers with a label in a heat map
 
 
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
@@ -37,6 +38,11 @@ def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Pat
         experts = folder / "experts.png"
         load_curves(run, experts)
         paths.append(experts)
+    newest = newest_loads(run)
+    if newest is not None:
+        loads = folder / "loads.png"
+        load_map(newest, loads)
+        paths.append(loads)
     if run.measured:
         timeline = folder / "timeline.png"
         draw.figure(timelines(run, run.measured, foreseen), timeline)
@@ -116,19 +122,60 @@ def load_curves(run: RecordedRun, path: Path) -> None:
     draw.save(figure, path)
 
 
+class Loads(NamedTuple):
+    """The loads of the experts in the step number `step`: for each layer with experts, its name and
+    the load of each expert, divided by the mean load of the layer's experts."""
+
+    step: int
+    layers: list[str]
+    relative: list[list[float]]
+
+
+def newest_loads(run: RecordedRun) -> Loads | None:
+    """Return the newest recorded loads of all experts; None if no record has them."""
+    record = next((record for record in reversed(run.steps) if "expert_tokens" in record), None)
+    if record is None:
+        return None
+    tokens: list[list[int]] = record["expert_tokens"]
+    relative = [[round(load * len(row) / sum(row), 4) for load in row] for row in tokens]
+    return Loads(record["step"], _layer_names(run, len(tokens)), relative)
+
+
+def load_map(loads: Loads, path: Path) -> None:
+    """Draw the load of each expert in one step: a row for each layer, a column for each expert."""
+    from matplotlib.figure import Figure
+
+    rows = len(loads.layers)
+    height = 1.5 + 0.2 * min(max(rows, 8), MOST_ROWS)
+    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.imshow(loads.relative, aspect="auto", cmap="coolwarm", vmin=0.0, vmax=2.0)
+    labelled = range(0, rows, -(-rows // MOST_ROWS))
+    axes.set_yticks(labelled, [loads.layers[row] for row in labelled])
+    axes.set_xlabel("expert")
+    axes.set_title(f"step {loads.step:,}", loc="left")
+    figure.colorbar(drawn, label="tokens / mean of the layer", extend="max")
+    draw.save(figure, path)
+
+
+def _layer_names(run: RecordedRun, count: int) -> list[str]:
+    """Return the names of the `count` layers with experts."""
+    model = run.config["model"]
+    numbers = mixing_layers(
+        model["layers"], model.get("dense_layers", 0), model.get("moe_every", 1)
+    )
+    if len(numbers) != count:
+        return [f"layer with experts {place}" for place in range(count)]
+    return [f"layer {number}" for number in numbers]
+
+
 def loads_by_layer(run: RecordedRun, key: str) -> dict[str, list[tuple[dict[str, Any], float]]]:
     """Return a dict: name of a layer with experts -> list of pairs (record, value of this layer).
     The value at `key` in the record of a step is a list with one number for each of these layers. A
     record with a shorter list is damaged, and is left out."""
     records = [record for record in run.steps if record.get(key)]
     count = max((len(record[key]) for record in records), default=0)
-    model = run.config["model"]
-    numbers = mixing_layers(
-        model["layers"], model.get("dense_layers", 0), model.get("moe_every", 1)
-    )
-    names = [f"layer {number}" for number in numbers]
-    if len(names) != count:
-        names = [f"layer with experts {place}" for place in range(count)]
+    names = _layer_names(run, count)
     whole = [record for record in records if len(record[key]) == count]
     return {
         name: [(record, record[key][place]) for record in whole] for place, name in enumerate(names)

@@ -89,6 +89,15 @@ def _are_counts(values: Any) -> bool:
     return _are_numbers(values) and all(value >= 0 for value in values) and sum(values) > 0
 
 
+def _are_loads(values: Any) -> bool:
+    """Return True if `values` has a list of tokens for each layer, all for equally many experts."""
+    return (
+        isinstance(values, list)
+        and all(map(_are_counts, values))
+        and len(set(map(len, values))) == 1
+    )
+
+
 def _is_table_of_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(is_number, value.values()))
 
@@ -120,6 +129,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "changed": _is_anything,
     "dead_experts": _are_numbers,
     "epochs": _are_numbers,
+    "expert_tokens": _are_loads,
     "fullest_expert": _are_numbers,
     "grad_norm": is_number,
     "gradient_noise": _is_noise,

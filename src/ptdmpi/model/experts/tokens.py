@@ -54,7 +54,12 @@ class TensorTokens:
             return self.axis.gather(x)
         if self.axis.divides_sequence:
             return x
-        return x.chunk(self.axis.size)[self.axis.rank]
+        return self.own_positions(x)
+
+    def own_positions(self, x: Tensor) -> Tensor:
+        """Return the part of `x` at the positions that this rank routes. `x` has all positions of
+        the tensor ranks in its first dim."""
+        return x.chunk(self.axis.size)[self.axis.rank] if self.apart else x
 
     def combined(self, y: Tensor) -> Tensor:
         """Return the outputs at the positions that this rank has outside attention and MLP. `y` are

@@ -11,6 +11,7 @@ from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.report.live import duration
 from ptdmpi.report.page.bars import step_timelines
 from ptdmpi.report.page.curves import charts
+from ptdmpi.report.pictures import newest_loads
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.summary import rows_of, summary
 
@@ -20,17 +21,25 @@ MIB = 2**20
 
 
 def content(run: RecordedRun, foreseen: Timeline | None = None) -> dict[str, Any]:
-    """Return the data that the page shows below its head: the rows of the report, charts,
-    timelines, the configuration, and the end of the log.
+    """Return the data that the page shows below its head: the rows of the report, charts, the loads
+    of the experts, timelines, the configuration, and the end of the log.
 
     `foreseen` is the timeline of the predicted step.
     """
     return {
         "rows": rows_of(summary(run)) if run.steps else [],
         "charts": charts(run),
+        "loads": _loads(run),
         "timelines": step_timelines(run, foreseen),
         "files": _texts(run.path),
     }
+
+
+def _loads(run: RecordedRun) -> dict[str, Any] | None:
+    """Return the newest recorded loads of all experts, for the heat map; None without such
+    records."""
+    loads = newest_loads(run)
+    return None if loads is None else loads._asdict()
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:

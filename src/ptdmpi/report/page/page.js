@@ -8,7 +8,7 @@
   const HEIGHT = 220, LANE = 18, GAP = 20;
   const UNITS = { s: seconds, bytes: bytes, fraction: percent, number: number, count: number };
   // the range of the horizontal axis that is shown: [low, high], or null for the full range
-  const zoomed = { steps: null, time: null };
+  const zoomed = { steps: null, experts: null, time: null };
   let shown = page.content, version = page.version, redraws = [];
   let reading = false;  // true if the mouse is over a picture; then the picture is not replaced, because a new picture would disturb the reader
 
@@ -295,6 +295,41 @@
     return x >= frame.low && x <= frame.high ? x : null;
   }
 
+  // ---- the loads of all experts in a step: a row for each layer, a column for each expert
+  // The colour of a load depends on its distance from the mean load, which is 1: the text of the
+  // class is "low" or "high", and the opacity is 1 at a load of 0, and from 2 on.
+  const ROW = 14;
+  function loadColor(load) {
+    return { class: load < 1 ? "low" : "high", "fill-opacity": Math.min(1, Math.abs(load - 1)).toFixed(3) };
+  }
+  function loads(given) {
+    const count = given.relative[0].length, rows = given.layers.length;
+    const height = MARGIN.top + rows * ROW + MARGIN.bottom;
+    function paint(frame) {
+      const drawn = given.layers.map((name, i) => svg("text", { x: MARGIN.left - 6, y: MARGIN.top + i * ROW + 11, "text-anchor": "end" }, name.split(" ").pop()));
+      drawn.push(svg("rect", { class: "mean", x: MARGIN.left, y: MARGIN.top, width: frame.right - MARGIN.left, height: rows * ROW }));
+      const from = Math.floor(frame.low), end = Math.min(count, Math.ceil(frame.high));
+      for (let expert = from; expert < end; expert++) {
+        const left = Math.max(frame.x(expert), MARGIN.left), right = Math.min(frame.x(expert + 1), frame.right);
+        given.relative.forEach((row, i) => drawn.push(svg("rect", { ...loadColor(row[expert]), x: left.toFixed(2), y: MARGIN.top + i * ROW, width: Math.max(right - left, 0.2).toFixed(2), height: ROW - 1 })));
+      }
+      return [...drawn, ...acrossAxis(frame, "count")];
+    }
+    function hover(frame, value, y) {
+      const row = Math.floor((y - MARGIN.top) / ROW), expert = Math.min(count - 1, Math.floor(value));
+      if (row < 0 || row >= rows) return null;
+      const load = given.relative[row][expert];
+      return { value: expert + 0.5, text: `${given.layers[row]}, expert ${expert}\n${number(load)} of the mean load, ${percent(load / count)} of the layer's tokens`, marks: [] };
+    }
+    const picture = plot({ axis: "experts", label: "loads of all experts", whole: [0, count], height, paint, hover });
+    const names = [[0, "no token"], [1, "mean load"], [2, "twice the mean load or more"]].map(([load, text]) =>
+      html("span", "", svg("svg", { viewBox: "0 0 16 10" }, svg("rect", { class: "mean", width: 16, height: 10 }), svg("rect", { width: 16, height: 10, ...loadColor(load) })), text));
+    const title = `Step ${grouped(given.step, 0)}: experts from left to right, layers from top to bottom`;
+    const box = html("figure", "chart wide", html("h3", "", title), html("div", "legend", ...names), picture);
+    box.dataset.key = "expert_tokens";
+    return box;
+  }
+
   // ---- timelines of a step
   function timeline(given, whole) {
     const lanes = new Map(given.ranks.map((rank, i) => [rank, i])), unit = given.unit === "s" ? "s" : "number";
@@ -348,6 +383,7 @@
         html("div", "tools", reset("steps"), html("span", "soft", "Point at a curve to read it; drag across it to enlarge all curves; double-click to show all.")),
         html("div", "charts", ...shown.charts.map((one) => chart(one, whole))));
     }
+    if (shown.loads) parts.push(html("h2", "", "Loads of the experts"), html("div", "tools", reset("experts")), html("div", "charts", loads(shown.loads)));
     if (shown.timelines.length) {
       const spans = shown.timelines.flatMap((one) => one.spans);
       const whole = [spans.reduce((least, span) => Math.min(least, span[3]), Infinity), spans.reduce((most, span) => Math.max(most, span[4]), -Infinity)];

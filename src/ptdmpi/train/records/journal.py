@@ -16,6 +16,10 @@ from ptdmpi.train.records.directory import RunDirectory
 from ptdmpi.train.records.rates import Rates, duration
 from ptdmpi.train.records.timeline import RecentSteps
 
+# A run has at most this number of records with the tokens of each expert, and one more of its last
+# step. If every step had such a record, the largest published models would write gigabytes.
+LOAD_RECORDS = 100
+
 
 class Journal:
     """The log lines and records of one run. Every rank has a journal, but only the journal of rank
@@ -68,7 +72,7 @@ class Journal:
             **_optional(
                 consensus_distance=result.consensus,
                 bits_per_element=result.bits_per_element,
-                **_loads(result),
+                **_loads(result, every=self._keeps_loads(done.step)),
                 gradient_noise=None if result.noise is None else asdict(result.noise),
             ),
             learning_rate=result.learning_rate,
@@ -89,6 +93,11 @@ class Journal:
             # the last line is a result, so it is printed even with --quiet
             self.directory.say(line, shown=is_last or not quiet())
 
+    def _keeps_loads(self, step: int) -> bool:
+        """Return True if the record of `step` has the tokens of each expert."""
+        steps = self.config.run.steps
+        return step == steps or step % -(-steps // LOAD_RECORDS) == 0
+
     def keep_timeline(self, step: int) -> None:
         """Write one timeline to the run directory. The timeline shows the step with the median
         duration among the last steps. `step` is the newest of these steps. All ranks must call this
@@ -106,12 +115,14 @@ def _optional(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _loads(result: StepResult) -> dict[str, Any]:
-    """Return the entries of a step's record about the load of the experts in each layer. Return {}
-    if the model has no experts."""
+def _loads(result: StepResult, *, every: bool) -> dict[str, Any]:
+    """Return the entries of a step's record about the load of the experts in each layer. If `every`
+    is True, the entries include the number of tokens of each expert. Return {} if the model has no
+    experts."""
     if result.loads is None:
         return {}
-    return {"fullest_expert": result.loads.fullest, "dead_experts": result.loads.dead}
+    entries = {"fullest_expert": result.loads.fullest, "dead_experts": result.loads.dead}
+    return {**entries, "expert_tokens": result.loads.tokens.tolist()} if every else entries
 
 
 def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left_s: float) -> str:

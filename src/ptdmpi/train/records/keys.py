@@ -115,6 +115,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "bits_per_element": _newest("bits_per_element"),
     "fullest_expert": RecordKey((ReportRow("fullest_expert", _largest_of_last, "fraction"),)),
     "dead_experts": RecordKey((ReportRow("dead_experts", _sum_of_last),)),
+    "expert_tokens": RecordKey(hidden="report.html and loads.png show the newest numbers"),
     # keys in the records of validations and of tasks
     "validation_loss": _newest("validation_loss"),
     "validation_perplexity": _newest("validation_perplexity"),

@@ -22,8 +22,8 @@ SITE = FOLDER / "site"
 HEADERS = FOLDER / "headers"
 LIBRARIES = FOLDER / "lib"
 SOURCES = Path(__file__).parent / "null"
-# "===" compares whole version strings, so pip does not take a build for CPUs ("2.13.0+cpu").
-# Triton is the release for which PyTorch was built.
+# "===" compares whole version strings, so pip does not take a build for CPUs ("2.13.0+cpu"). Triton
+# has the version for which this release of PyTorch was built.
 TORCH = ("torch===2.13.0", "triton==3.7.1")
 # The header files are those of the CUDA release for which PyTorch was built.
 CUDA = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")

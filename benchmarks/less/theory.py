@@ -102,9 +102,9 @@ def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
 
 
 def compressed(lengths: Lengths, size: int = 8, dim: int = 200) -> dict[tuple[str, float], Array]:
-    """Return the errors at the recorded steps, for each pair (kind of feedback, compression ratio).
-    The key ("PSGD", 1.0) has the errors of parallel SGD. If a training diverges, its errors become
-    infinite."""
+    """Return the errors at the recorded steps, for each pair (kind of error feedback, compression
+    ratio). The key ("PSGD", 1.0) has the errors of parallel SGD. If a training diverges, its errors
+    become infinite."""
     problem = Problem.drawn(size, dim, noise=0.3, apart=0.3)
 
     def errors_of(update: quadratic.Update) -> Array:

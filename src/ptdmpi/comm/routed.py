@@ -94,7 +94,8 @@ class RoutedCommunicator(Communicator):
         return "" if self._carrier is None else self._carrier.failure()
 
     def abort(self) -> None:
-        """End the operations that have begun on the device. Any thread may call this method."""
+        """Abort the operations that are in progress on the device. Any thread may call this
+        method."""
         if self._carrier is not None:
             self._carrier.abort()
 

@@ -41,7 +41,7 @@ class Storage:
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Read the groups of stored tensors in `rows` into memory, one group after the other, and
         yield each group. The caller may read and change the tensors of a group until it requests
-        the next group. After that, the storage may write the tensors back."""
+        the next group. After that, a storage on the disk may write the tensors back to the disk."""
         yield from rows
 
     def let_go(self) -> None:

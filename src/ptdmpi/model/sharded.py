@@ -276,9 +276,10 @@ class Walk:
         )
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
-        # The numbers of the shard units that each module uses. If weights are unsharded, only shard
-        # units that train are listed: in decentralized training, their weights may still be
-        # arriving (`Decentralized`).
+        # The numbers of the shard units that each module uses. If weights are unsharded, only
+        # decentralized training uses this list: it waits for the neighbours' weights of a module
+        # before it computes the module (`Decentralized`). Only weights that train are exchanged, so
+        # only their units are listed.
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None

@@ -126,8 +126,9 @@ class Lookout:
             self.requests.obeyed(name)
 
     def stops(self) -> None:
-        """Record that the training loop prints the reason for the stop. The judge (the object on
-        rank 0 that watches all ranks) then does not print a line about the same signal."""
+        """Record that the training loop prints the reason for the stop. If a signal that requests a
+        stop arrives afterwards, the judge (the object on rank 0 that watches all ranks) prints no
+        line about it."""
         if self.judge is not None:
             self.judge.stopping = True
 

@@ -39,8 +39,8 @@ class ContextAxis:
 
     @property
     def exchange(self) -> str:
-        """Return the method by which attention sees all positions; "none" if each rank has all
-        positions (see `Layout.exchange`)."""
+        """Return the method by which attention gets the keys and values of other context ranks;
+        "none" if each rank has all positions (see `Layout.exchange`)."""
         return self.method if self.size > 1 else "none"
 
     @property

@@ -203,10 +203,10 @@ class Attend(Operator):
         yield Item("attention.value", kv_heads * per_head, c)
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors that explicit attention keeps. Attention is explicit if attention
-        weights have dropout. The tensors are the causal mask (if attention is causal) and several
-        tensors as large as the scores: the probabilities before and after dropout, the dropout
-        mask, and, with a soft cap, the values tanh(score / cap)."""
+        """Yield the tensors that explicit attention keeps. Explicit attention stores its scores; it
+        is used if attention weights have dropout. The tensors are the causal mask (if attention is
+        causal) and several tensors as large as the scores: the probabilities before and after
+        dropout, the dropout mask, and, with a soft cap, the values tanh(score / cap)."""
         model, scores = sizes.model, _scores(sizes)
         if model.attention == "causal":
             queries = core_shape(sizes).queries

@@ -138,13 +138,12 @@ class Numbers(NamedTuple):
         host = torch.tensor(numbers, dtype=torch.int64)
         return cls(host.to(device), host)
 
-    def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Return the integers that belong to the selected `tiles`. This object must have the
-        integers of `every` tiles, tile by tile, with the same number of integers for each tile.
-        """
+    def of_tiles(self, tiles: "Numbers", tile_count: int) -> "Numbers":
+        """Return only the integers of the tiles whose indices are `tiles`. This object has the same
+        number of integers for each of `tile_count` tiles, tile by tile."""
         return Numbers(
-            self.here.view(every, -1)[tiles.here].view(-1),
-            self.host.view(every, -1)[tiles.host].view(-1),
+            self.here.view(tile_count, -1)[tiles.here].view(-1),
+            self.host.view(tile_count, -1)[tiles.host].view(-1),
         )
 
 

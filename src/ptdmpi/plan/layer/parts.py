@@ -78,11 +78,10 @@ class Linear:
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of elements, over all ranks, of each weight whose slices are copied:
-        several neighbouring tensor-parallel ranks then hold the same slice. These are the weights
-        of key or value heads that several tensor-parallel ranks share.
-        """
-        if self.most is None:
+        """Yield the number of elements of each weight and bias that has fewer slices than there are
+        tensor-parallel ranks, so that several neighbouring ranks hold the same slice. The number is
+        that of the whole weight; copies are not counted. These are the weights of key or value
+        heads that several tensor-parallel ranks share. """ if self.most is None:
             return
         for outputs, most in zip(self.outputs, self.most, strict=True):
             if tensor > most:

@@ -53,12 +53,6 @@ def test_one_line_says_what_is_wrong_and_what_is_legal(changes, line):
     assert [text for text in str(caught.value).splitlines() if re.search(line, text)]
 
 
-def test_parts_of_a_sequence_have_no_balance_of_their_own():
-    changes = {**MIXED, "model.balance": "sequence", "parallel.context": 2}
-    with pytest.raises(InputError, match=r"excludes balance = .sequence. at parallel\.context = 2"):
-        small(changes, 2)
-
-
 # on four data ranks
 DEALT = [
     (

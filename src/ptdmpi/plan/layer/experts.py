@@ -277,6 +277,8 @@ class MixExperts(Operator):
         if phase == "weights" or not (phase == "forward" or input_trains or self.trains):
             return
         yield from self._exchanges(sizes, phase, input_trains)
+        if phase == "forward" and self._counts_sequences(sizes):
+            yield from self._sums_loads(sizes)
         if sizes.layout.tensor == 1:
             return
         size = sizes.tokens * self.up.inputs * sizes.compute_bytes
@@ -285,8 +287,6 @@ class MixExperts(Operator):
             # the output (forward) or the gradient of the input (backward) is gathered
             if not sizes.divides_sequence:
                 yield gathered
-            if phase == "forward" and self._counts_sequences(sizes):
-                yield Message("all_reduce", self._sequence_loads(sizes) * LOAD_BYTES)
             return
         if phase == "forward":
             if sizes.divides_sequence:
@@ -309,6 +309,15 @@ class MixExperts(Operator):
     def _sequence_loads(self, sizes: Sizes) -> int:
         """Return the number of loads: one for each expert and each sequence of a microbatch."""
         return sizes.layout.micro_size * self.count
+
+    def _sums_loads(self, sizes: Sizes) -> Iterator[Message]:
+        """Yield the sums of the loads over the ranks that route other tokens of the same
+        sequences."""
+        size = self._sequence_loads(sizes) * LOAD_BYTES
+        if sizes.layout.dealing.whole:
+            yield Message("all_reduce", size)
+        if sizes.layout.context > 1:
+            yield Message("all_reduce", size, "context")
 
     def _keeps_input(self, sizes: Sizes) -> bool:
         """Return True if a gradient of a parameter is computed from this rank's input. If experts

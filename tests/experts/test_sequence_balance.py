@@ -46,7 +46,7 @@ ROWS: dict[str, Row] = {
     "t2 c3 ring divided": (6, SHAPE | DOCUMENTS, context("ring", 3, layout(t=2), DIVIDED)),
     "t2 c3 ulysses whole divided": (
         6,
-        SHAPE | SIX_HEADS | DOCUMENTS,
+        SHAPE | SIX_HEADS | DOCUMENTS | {"model.kv_heads": 6},
         context("ulysses", 3, layout(t=2), WHOLE, DIVIDED),
     ),
 }

@@ -58,6 +58,11 @@ def test_the_page_has_the_tables_of_the_command():
     for name, make in experts.TABLES.items():
         head, *rows = make()
         assert "\n".join(table(head, rows)) == _printed(name).strip(), name
+    short = experts.SHORT
+    ranking = elsewhere.rank_correlation(
+        [experts.run_of(short, number) for number in range(len(read(short.file)))]
+    )
+    assert (ranking.tau, ranking.pairs, ranking.regret) == (1.0, 23, 0.0), "as the page says"
 
 
 def _printed(name):

@@ -44,7 +44,8 @@ FLASH2_H100 = {"attention_fraction": 0.5}
 FP8_H100 = {"peak_flops": {"fp16": 1979e12}, "shared_bytes_per_clock": 256}
 FLASH2_BESIDE_FP8 = {"attention_fraction": 0.25}
 NUMBERS = {**LETTERS, "zero": "zero", **{k: k for k in ("first_layers", "recompute_layers")}}
-SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden": "ffn_hidden"}
+OWN_KEYS = ("kv_heads", "ffn_hidden", "expert_hidden", "experts", "experts_per_token")
+SHAPES = {**SHORT_KEYS, "V": "vocab_size", **{k: k for k in (*OWN_KEYS, "shared_experts")}}
 
 
 @dataclass(frozen=True)

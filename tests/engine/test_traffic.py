@@ -219,6 +219,12 @@ CASES = {
     | UNDIVIDED
     | DIVIDED
     | {"model.balance": "sequence", "recompute.mode": "full"},
+    "c2 sequence balance full": EXPERTS
+    | {"parallel.context": 2, "model.balance": "sequence", "recompute.mode": "full"},
+    "t2 c2 undivided sequence balance": layout(t=2)
+    | EXPERTS
+    | UNDIVIDED
+    | {"parallel.context": 2, "model.balance": "sequence"},
     "t2 e2 undivided": layout(t=2) | ALL_EXPERTS | UNDIVIDED | {"parallel.expert": 2},
     "t4 e2 undivided divided": layout(t=4)
     | ALL_EXPERTS
@@ -289,7 +295,7 @@ FEW += ("t2 p2 lora of experts zb-h1",)
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2", "t2 e2 undivided", "t4 e2 undivided divided")
 FEW += ("d2 p2 v2 some experts zero 3", "d2 p2 e2 some experts")
-FEW += ("t2 latent divided full",)
+FEW += ("t2 latent divided full", "t2 c2 undivided sequence balance")
 FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

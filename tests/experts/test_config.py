@@ -62,12 +62,6 @@ def test_experts_have_no_capacity(key):
     assert "no token is dropped; legal: no such key" in line
 
 
-def test_parts_of_a_sequence_have_no_balance_of_their_own():
-    changes = {**MIXED, "model.balance": "sequence", "parallel.context": 2}
-    with pytest.raises(InputError, match=r"excludes balance = .sequence. at parallel\.context = 2"):
-        small(changes, 2)
-
-
 # on four data ranks
 DEALT = [
     (

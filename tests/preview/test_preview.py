@@ -454,6 +454,28 @@ NOT_SHOWN = {
 }
 
 
+def test_it_says_where_experts_are(corpus):
+    """Two nodes of two ranks, with the two router groups on one node each."""
+    changes = {
+        "model.kind": "llama",
+        "model.experts": 4,
+        "model.experts_per_token": 1,
+        "model.router_normalize": False,
+        "model.router_groups": 2,
+        "parallel.expert": 4,
+        "parallel.data": 4,
+    }
+    forecast = preview(configured(corpus, changes), RankCount(4, "given", 2))
+    first, second = forecast["experts"]
+    assert first == (
+        "1 of 4 on each of 4 ranks on 2 nodes; a token's experts are on at most 1 of them "
+        "(router_top_groups = 1, and each router group is on one node)"
+    )
+    assert second.startswith("memory is predicted for 2 times the mean number of tokens")
+    assert f"\nexperts     {first}\n            {second}\n" in as_text(forecast)
+    assert preview(configured(corpus), ONE)["experts"] == []
+
+
 def test_the_text_shows_all_that_is_known(corpus):
     """A new value of the forecast is shown, or named above."""
     asked = configured(corpus, {"checkpoint.every_steps": 2, "checkpoint.every_minutes": 3.0})

@@ -49,7 +49,9 @@ class Microbatch:
     original order, 1 for two swapped segments, and -1 for a single segment. `pairs` are the pairs
     of answers that a preference loss compares. `teacher` has the stored outputs of a teacher model
     for the labels, if the run distills a teacher. `ahead` has the tokens of the modules for
-    multi-token prediction, if the run trains such modules.
+    multi-token prediction, if the run trains such modules. `begins` is False if the positions do
+    not include the first position of the sequences. Several ranks of the context axis have parts of
+    the same sequences, and only the rank with the first position counts the sequences.
 
     `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
     segment order contributes to the loss. Both numbers are computed on the host when the microbatch
@@ -67,6 +69,7 @@ class Microbatch:
     pairs: Pairs | None = None
     teacher: TeacherOutputs | None = None
     ahead: TokensAhead | None = None
+    begins: bool = True
     tokens: float = field(init=False)
     orders: int = field(init=False)
 
@@ -105,7 +108,9 @@ class Microbatch:
         if positions.are_all:
             return self
         types = None if self.types is None else positions.of(self.types)
-        here = replace(self, inputs=positions.of(self.inputs), types=types)
+        inputs = positions.of(self.inputs)
+        begins = bool(positions.numbers(len(inputs), inputs.device)[0] == 0)
+        here = replace(self, inputs=inputs, types=types, begins=begins)
         if self.masked is not None:
             return here._with_masked_of(self, positions)
         weights = None if self.weights is None else positions.of(self.weights)
@@ -129,7 +134,7 @@ class Microbatch:
         if whole.weights is not None:
             weights = weights * whole.weights
         order = whole.order
-        if order is not None and numbers[0] > 0:
+        if order is not None and not self.begins:
             order = torch.full_like(order, -1)
         return replace(self, masked=masked.clamp_min(0), weights=weights, order=order)
 

@@ -390,7 +390,8 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     assert isinstance(row, MixExperts)
     router = Router(row)
     add(owner, row.router_name, router)
-    mixture = Mixture(row, Routing(build.model), build.axis, build.experts)
+    routing, context = Routing(build.model), build.context.comm
+    mixture = Mixture(row, routing, build.axis, build.experts, context=context)
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:

@@ -38,9 +38,15 @@ def _run_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         ("ranks", f"{forecast['ranks']} ({forecast['ranks_from']})"),
         ("layout", f"{forecast['layout']}; {forecast['precision']}"),
         ("model", model),
+        *_named("experts", forecast["experts"]),
         ("length", length),
         *(("", line) for line in forecast["base"]),
     ]
+
+
+def _named(name: str, lines: list[str]) -> list[tuple[str, str]]:
+    """Return a table row for each line. Only the first row has the name."""
+    return [("" if number else name, line) for number, line in enumerate(lines)]
 
 
 def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.traffic import StepTraffic
+from ptdmpi.plan.layout.reach import expert_lines
 from ptdmpi.plan.shape.matrices import matrix_elements
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.preview.first_samples import first_samples
@@ -93,6 +94,7 @@ def preview(
         "layout": _layout(config),
         "warnings": [*_own_sizes(tree), *dear(config.layout, config.batch.global_size)],
         "precision": config.precision.compute,
+        "experts": list(expert_lines(config.model, config.layout, _devices(ranks, pricer))),
         "parameters": parameter_count(config.model, vocab_size),
         "vocab_size": vocab_size,
         "steps": config.run.steps,
@@ -132,6 +134,14 @@ def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
     values = ", ".join(f"{key} = {tree['model'][key]}" for key in own)
     preset = tree["model"]["preset"]
     return [f"model: {values} of the configuration replace those of preset {preset}"]
+
+
+def _devices(ranks: RankCount, pricer: Pricer | None) -> int | None:
+    """Return the number of ranks of a node: those of a node of the cluster, or the ranks that were
+    started on this host. Return None if neither is known."""
+    if pricer is not None:
+        return pricer.cluster.node.devices
+    return ranks.local or None
 
 
 def _layout(config: Config) -> str:

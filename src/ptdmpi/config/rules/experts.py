@@ -10,7 +10,7 @@ from ptdmpi.config.configuration import Sections
 from ptdmpi.config.methods import toml_text
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules.known import where_known
-from ptdmpi.config.sections import ParallelConfig, RunConfig
+from ptdmpi.config.sections import RunConfig
 
 # the keys of [model] that have no effect in a model without experts, except `expert_hidden`
 KEYS = (
@@ -177,7 +177,6 @@ def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:
     # the middle of the layer
     yield from where_known(_compiles, sections.run)
     yield from where_known(_own_loss, sections.model, sections.run)
-    yield from where_known(_cuts_sequences, sections.model, sections.parallel)
 
 
 def may_deal(sections: Sections) -> bool:
@@ -221,11 +220,3 @@ def _own_loss(model: ModelConfig, run: RunConfig) -> Iterator[tuple[str, str]]:
     # computed
     if run.loss and model.router_losses:
         yield f'run.loss = "{run.loss}" with losses of routers', 'balance = "bias" or "none"'
-
-
-def _cuts_sequences(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
-    # the balance loss of a sequence needs the number of tokens of each expert in the whole
-    # sequence, but a context rank counts only the tokens in its own part of the sequence
-    if model.balance == "sequence" and parallel.context > 1:
-        key = f'balance = "sequence" at parallel.context = {parallel.context}'
-        yield key, 'balance = "bias", "batch" or "none"'

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ptdmpi.comm.communicator import OneRank
+from ptdmpi.comm.communicator import Communicator, OneRank
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.built import column_linear, row_linear
 from ptdmpi.model.experts.exchange import Dispatch, ExpertAxis, RowCounts
@@ -107,15 +107,17 @@ class ExpertLinears(NamedTuple):
 class MixturePass:
     """One forward pass of a mixture, with the objects that the backward needs. `experts` has the
     linears of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
-    `factors` maps the name of each router loss to the factor by which its gradient is multiplied;
-    it is empty if no gradient is computed. In the shapes below, T is the number of tokens, k is the
-    number of experts of a token, and E is the number of experts of the layer."""
+    The ranks of `context` have the other positions of the same sequences. `factors` maps the name
+    of each router loss to the factor by which its gradient is multiplied; it is empty if no
+    gradient is computed. In the shapes below, T is the number of tokens, k is the number of experts
+    of a token, and E is the number of experts of the layer."""
 
     router: Router
     experts: Sequence[ExpertLinears]
     dealt: ExpertAxis
     routing: Routing
     tokens: TensorTokens
+    context: Communicator
     kernels: Kernels
     activate: Callable[[Tensor], Tensor]
     factors: Mapping[str, float]
@@ -233,11 +235,13 @@ class MixturePass:
         return Gradients(total, by_weight.view_as(weights))
 
     def loads(self, chosen: Tensor, sequences: int) -> SequenceLoads | None:
-        """Return the number of tokens that each sequence routes to each expert. `chosen` [T, k] has
-        the k experts of each token. Return None if no loss with a gradient needs these numbers."""
+        """Return the number of tokens that each whole sequence routes to each expert. `chosen` [T,
+        k] has the k experts of each token of this rank. The numbers of all ranks that have parts of
+        the same sequences are added. Return None if no loss with a gradient needs these numbers."""
         if not self.factors or self.routing.model.balance != "sequence":
             return None
-        return self.tokens.loads(chosen, self.routing.model.experts, sequences)
+        loads = self.tokens.loads(chosen, self.routing.model.experts, sequences)
+        return loads.summed(self.context)
 
     def losses(self, logits: Tensor, loads: SequenceLoads | None) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over this rank's tokens. `logits` [T, E]
@@ -369,12 +373,20 @@ class _Mixture(Function):
 
 class Mixture(Computing):
     """A mixture of experts, which takes the place of an MLP: [s, b, hidden] -> [s, b, hidden]. Each
-    rank of the expert axis `dealt` has some of the experts."""
+    rank of the expert axis `dealt` has some of the experts. The ranks of `context` have the other
+    positions of the same sequences."""
 
     def __init__(
-        self, row: MixExperts, routing: Routing, axis: TensorAxis, dealt: ExpertAxis
+        self,
+        row: MixExperts,
+        routing: Routing,
+        axis: TensorAxis,
+        dealt: ExpertAxis,
+        *,
+        context: Communicator,
     ) -> None:
         super().__init__()
+        self.context = context
         self.dealt = dealt
         self.routing = routing
         self.tokens = TensorTokens(axis, dealt.whole)
@@ -411,6 +423,7 @@ class Mixture(Computing):
             dealt=self.dealt,
             routing=self.routing,
             tokens=self.tokens,
+            context=self.context,
             kernels=self.kernels,
             activate=self._activate,
             factors=factors or {},

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import ModelConfig
 
 LEAST_SUM = 1e-20  # added to a sum of weights, so that the sum is never 0
@@ -123,6 +124,13 @@ class SequenceLoads(NamedTuple):
         pairs = (sequence.unsqueeze(-1) * experts + chosen).flatten()
         counts = pairs.new_zeros(sequences * experts).scatter_add_(0, pairs, torch.ones_like(pairs))
         return cls(counts.view(sequences, experts).double(), tokens // sequences, each)
+
+    def summed(self, comm: Communicator) -> Self:
+        """Return the loads over the tokens of all ranks of `comm`, which have equally many other
+        tokens of the same sequences. The counts are integers, so their sum is exact. `counts` of
+        this object is overwritten."""
+        comm.all_reduce(self.counts)
+        return self._replace(positions=self.positions * comm.size)
 
     def loss(self, shares: Tensor) -> Tensor:
         """Return the balance loss of each sequence, summed over sequences (DeepSeek-AI 2024, arXiv

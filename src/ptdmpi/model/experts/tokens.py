@@ -74,9 +74,6 @@ class TensorTokens:
         """Return the loads of `experts` experts: the number of tokens that each sequence routes to
         each expert. `chosen` [T, k] has the k experts of each of this rank's T tokens. If tensor
         ranks route different tokens of the same sequences, the counts of all tensor ranks are
-        added. The counts are integers, so their sum is exact."""
+        added."""
         loads = SequenceLoads.of(chosen, experts, sequences)
-        if not self.apart:
-            return loads
-        self.axis.comm.all_reduce(loads.counts)
-        return loads._replace(positions=loads.positions * self.axis.size)
+        return loads.summed(self.axis.comm) if self.apart else loads

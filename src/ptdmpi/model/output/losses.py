@@ -82,7 +82,7 @@ def _of_routers(name: str, count: Callable[[Microbatch], float], key: str) -> Lo
 
 
 def _sequences(batch: Microbatch) -> float:
-    return len(batch.samples)
+    return len(batch.samples) if batch.begins else 0
 
 
 def _positions(batch: Microbatch) -> float:

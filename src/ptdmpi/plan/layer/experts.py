@@ -30,9 +30,6 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # Bytes of the index of an expert or of a token.
 LOAD_BYTES = 8  # Bytes of the number of tokens of an expert.
-# If experts are distributed over ranks, memory is reserved for this multiple of a rank's mean
-# number of rows (tokens of its experts).
-FULLEST = 2
 # Number of passes over the router's scores of all experts: for the softmax, the choice of experts,
 # and the sorting of the tokens by expert.
 SCORE_PASSES = 4
@@ -45,8 +42,8 @@ class MixExperts(Operator):
 
     If experts are distributed over several ranks, the predicted time assumes that all experts have
     equally many tokens, so that a rank computes as many rows as without expert parallelism. The
-    predicted memory is enough for `FULLEST` times this number of rows, or for the largest possible
-    number of rows if that is smaller. An expert computes all its rows together, or, if
+    predicted memory is enough for `Software.fullest` times this number of rows, or for the largest
+    possible number of rows if that is smaller. An expert computes all its rows together, or, if
     `Sizes.by_source` is True, the rows of each sending rank separately.
 
     `up` and `down` are the two linear layers of each of `count` experts, with the activation
@@ -143,13 +140,13 @@ class MixExperts(Operator):
 
     def _most_rows(self, sizes: Sizes) -> int:
         """Return the number of rows for which memory is counted on a rank. If experts are
-        distributed over ranks, the result is FULLEST times the mean number of rows, or the largest
-        possible number of rows if that is smaller."""
+        distributed over ranks, the result is `Software.fullest` times the mean number of rows, or
+        the largest possible number of rows if that is smaller."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs
         every = expert * self._tokens(sizes) * min(self.chosen, self.count // expert)
-        return min(FULLEST * pairs, every)
+        return min(sizes.software.fullest * pairs, every)
 
     def _width(self, sizes: Sizes) -> int:
         """Return the width of an expert on one tensor-parallel rank."""
@@ -280,6 +277,8 @@ class MixExperts(Operator):
         if phase == "weights" or not (phase == "forward" or input_trains or self.trains):
             return
         yield from self._exchanges(sizes, phase, input_trains)
+        if phase == "forward" and self._counts_sequences(sizes):
+            yield from self._sums_loads(sizes)
         if sizes.layout.tensor == 1:
             return
         size = sizes.tokens * self.up.inputs * sizes.compute_bytes
@@ -288,8 +287,6 @@ class MixExperts(Operator):
             # the output (forward) or the gradient of the input (backward) is gathered
             if not sizes.divides_sequence:
                 yield gathered
-            if phase == "forward" and self._counts_sequences(sizes):
-                yield Message("all_reduce", self._sequence_loads(sizes) * LOAD_BYTES)
             return
         if phase == "forward":
             if sizes.divides_sequence:
@@ -312,6 +309,15 @@ class MixExperts(Operator):
     def _sequence_loads(self, sizes: Sizes) -> int:
         """Return the number of loads: one for each expert and each sequence of a microbatch."""
         return sizes.layout.micro_size * self.count
+
+    def _sums_loads(self, sizes: Sizes) -> Iterator[Message]:
+        """Yield the sums of the loads over the ranks that route other tokens of the same
+        sequences."""
+        size = self._sequence_loads(sizes) * LOAD_BYTES
+        if sizes.layout.dealing.whole:
+            yield Message("all_reduce", size)
+        if sizes.layout.context > 1:
+            yield Message("all_reduce", size, "context")
 
     def _keeps_input(self, sizes: Sizes) -> bool:
         """Return True if a gradient of a parameter is computed from this rank's input. If experts

@@ -81,7 +81,9 @@ class Linear:
         """Yield the number of elements of each weight and bias that has fewer slices than there are
         tensor-parallel ranks, so that several neighbouring ranks hold the same slice. The number is
         that of the whole weight; copies are not counted. These are the weights of key or value
-        heads that several tensor-parallel ranks share. """ if self.most is None:
+        heads that several tensor-parallel ranks share.
+        """
+        if self.most is None:
             return
         for outputs, most in zip(self.outputs, self.most, strict=True):
             if tensor > most:

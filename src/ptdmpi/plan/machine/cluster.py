@@ -157,6 +157,9 @@ class Software(FrozenTable):
       it has sent the output to the next stage.
     - `tied_gradients_apart` is True if a rank that has both the first and the last stage stores two
       gradients of a tied table, one for each of the two stages.
+    - `fullest` is the multiple of the mean number of rows (tokens of its experts) for which a rank
+      needs memory, if experts are distributed over ranks. A program that drops tokens has no more
+      rows than the mean, so its multiple is 1.
     """
 
     attention: Literal["unfused", "flash"]
@@ -169,6 +172,7 @@ class Software(FrozenTable):
     zero_unit: Literal["tensor", "layer"]
     groups_per_adapter: Positive = 1
     keeps_outputs: bool = False
+    fullest: Positive = 2
     adds_in_place: bool
     tied_gradients_apart: bool
     wide_products: bool = False

@@ -280,9 +280,10 @@ class BlockedKernel:
         """Compute attention; see `Implementation.forward`."""
         wide = (self.kernels.widened(part) for part in given[:3])
         whole_from = self.kernels.chosen(given.q.device.type, given.q.dtype).attention.whole_from
-        is_whole = given.documents is None and not self.scores.window
+        is_plain = given.documents is None and not self.scores.window
         block = QUERY_BLOCK
-        if is_whole and given.k.shape[2] >= whole_from:
+        # one rank computes such a sequence in one call; this rank has only some of its positions
+        if is_plain and (_is_grouped(given) or given.k.shape[2] >= whole_from):
             block = LONG_BLOCK
         work = BlockedWork(given.sight(self.scores), with_logsumexp, block)
         out, sums = BlockedAttention.apply(*wide, work)

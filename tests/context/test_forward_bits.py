@@ -8,12 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ptdmpi.comm.communicator import OneRank
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels import attention as attention_core
 from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
 from ptdmpi.model.kernels.choice import AttentionByLibrary, AttentionByProducts, HostChoice
+from ptdmpi.model.operators import Build, Context, SelfAttention
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sequence.positions import Positions
+from ptdmpi.model.tensor_parallel import TensorAxis
+from tests._configs import small
 
 SIZE = 16
 WAYS = {
@@ -60,6 +65,21 @@ def test_chunks_of_256_have_the_bits_of_one_rank(way, key_heads, dtype, c):
 def test_so_has_bidirectional_attention(key_heads, dtype, c):
     core = core_of("library", causal=False)
     assert has_equal_bits(core, c, inputs(2 * c * 256, key_heads, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [200, 512, 1000])
+def test_a_rank_with_a_key_head_for_each_query_head_has_the_bits_of_grouped_queries(length, dtype):
+    """As four ranks of "ulysses" have them, if the model has two key heads."""
+    model = small({"model.kv_heads": 2, "model.heads": 4}).model
+    alone = ContextAxis(OneRank())
+    attention = SelfAttention(Build(model, TensorAxis(OneRank()), 0, False, alone))
+    attention.take(Kernels(HostChoice()))
+    q, k, v = inputs(length, 2, dtype)
+    whole = attention(q, k, v, Context()).unflatten(2, (4, SIZE))
+    for head in range(4):
+        own, key = slice(head, head + 1), slice(head // 2, head // 2 + 1)
+        assert torch.equal(attention(q[:, own], k[:, key], v[:, key], Context()), whole[:, :, head])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,7 +47,7 @@ def during(lines: list[str], number: int) -> int:
 
 @parallel(ranks=[2, pytest.param(3, marks=pytest.mark.long)])
 def test_exchanges_are_under_way_during_products(comm):
-    """Of c visits, all but the last send keys on. In the backward, gradients follow each visit, and
+    """All of c visits but the last send keys on. In the backward, gradients follow each visit, and
     only those of the last have no products left."""
     core = Core("grouped", ContextAxis(FastCommunicator(comm), "ring"), "fp64")
     passes = comm.size - 1

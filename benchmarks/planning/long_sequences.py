@@ -4,17 +4,25 @@ length of a sequence.
 The command draws docs/pictures/long-sequences.png. The picture has predictions of LLaMA 8B on H100s
 from 2,048 to 1,048,576 positions, and measurements of a small LLaMA on this machine. Measured times
 are drawn only if no other program runs on this machine.
+
+`python -m benchmarks.planning.long_sequences documents` prints only how unequal the work of context
+ranks is if sequences have several documents.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from benchmarks.launch import ROOT
 from benchmarks.planning.figures import COLORS
 from benchmarks.planning.long_here import LongStep, long_step
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
+from ptdmpi.model.sequence.positions import Positions
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.search.search import search
@@ -31,6 +39,11 @@ HERE_CONTEXTS, HERE_LENGTHS = (1, 2, 4), (1024, 2048, 4096, 8192)
 # a core) is below this number
 QUIET_LOAD = 0.5
 GIB, MIB = 2**30, 2**20
+# the sequences with several documents: their length, the number of context ranks, the mean lengths
+# of documents, and the number of sequences that are drawn for each mean length
+PACKED_LENGTH, PACKED_CONTEXT = 131_072, 8
+MEAN_DOCUMENTS = (1024, 8192, 32_768)
+PACKED_DRAWS = 200
 
 
 def pricer(length: int) -> Pricer:
@@ -108,6 +121,68 @@ def here_table(steps: Sequence[LongStep], *, quiet: bool) -> list[list[str]]:
     return rows
 
 
+def drawn_begins(mean: int, generator: torch.Generator) -> Tensor:
+    """Draw documents of exponentially distributed lengths with this mean, one after the other, for
+    a sequence of `PACKED_LENGTH` positions. Return, for each position, the first position of its
+    document: int64 [s]."""
+    lengths = torch.empty(2 * PACKED_LENGTH // mean + 100, dtype=torch.float64)
+    lengths = lengths.exponential_(1 / mean, generator=generator).long() + 1
+    ends = lengths.cumsum(0)
+    assert ends[-1] >= PACKED_LENGTH, "the documents fill the sequence"
+    begins = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
+    places = torch.arange(PACKED_LENGTH)
+    return begins[torch.searchsorted(begins, places, right=True) - 1]
+
+
+def scores_by_rank(begins: Tensor, context: int) -> Tensor:
+    """Return the numbers of causal attention scores, float64 [c, c]: in row r and column k, the
+    scores of the queries of context rank r with the keys of rank k. `begins` [s] has the first
+    position of each position's document."""
+    counts = torch.zeros(context, context, dtype=torch.float64)
+    after = torch.arange(len(begins)) + 1
+    runs = [list(Positions(rank, context).runs(len(begins))) for rank in range(context)]
+    for source, chunks in enumerate(runs):
+        for keys in chunks:
+            seen = (after.clamp(max=keys.stop) - begins.clamp(min=keys.start)).clamp(min=0)
+            for rank, own in enumerate(runs):
+                counts[rank, source] += sum(int(seen[run.start : run.stop].sum()) for run in own)
+    return counts
+
+
+def busiest(counts: Tensor) -> dict[str, float]:
+    """Return the work of the busiest context rank, divided by the mean of the ranks, by the context
+    method. `counts` is the result of `scores_by_rank`.
+
+    With "ring", a step of the ring ends when its slowest rank is ready: the work is the sum over
+    the steps of the largest work of a rank. With "ulysses", each rank has all positions.
+    """
+    context = len(counts)
+    ranks = torch.arange(context)
+    steps = [counts[ranks, (ranks - step) % context].max() for step in range(context)]
+    mean = counts.sum() / context
+    return {
+        "all_gather": float(counts.sum(1).max() / mean),
+        "ring": float(sum(steps) / mean),
+        "ulysses": 1.0,
+    }
+
+
+def document_table() -> list[list[str]]:
+    """Return a table of the work of the busiest context rank, with a row for each mean length of a
+    document: the mean over the drawn sequences, and the largest value."""
+    rows = [["mean document", "all_gather", "ring", "ulysses"]]
+    for mean in MEAN_DOCUMENTS:
+        generator = torch.Generator().manual_seed(1)
+        drawn = [
+            busiest(scores_by_rank(drawn_begins(mean, generator), PACKED_CONTEXT))
+            for _ in range(PACKED_DRAWS)
+        ]
+        values = [[sample[method] for sample in drawn] for method in rows[0][1:]]
+        cells = [f"{sum(each) / len(each):.2f} ({max(each):.2f})" for each in values]
+        rows.append([f"{mean:,}", *cells])
+    return rows
+
+
 def _style(axes: Any, title: str, up: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xscale("log", base=2)
@@ -172,7 +247,11 @@ def draw(found: dict[str, dict[int, Price]], steps: Sequence[LongStep], *, quiet
 
 
 def main() -> None:
-    """Measure this machine and predict the layouts, print both tables, and draw the picture."""
+    """Measure this machine and predict the layouts, print both tables, and draw the picture. If the
+    argument is "documents", print only the work of context ranks with documents."""
+    if sys.argv[1:] == ["documents"]:
+        print("\n".join(lines(document_table())))
+        return
     # measure first, because predictions keep a core busy
     quiet = os.getloadavg()[0] < QUIET_LOAD
     steps = [long_step(context, length) for context in HERE_CONTEXTS for length in HERE_LENGTHS]

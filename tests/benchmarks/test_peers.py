@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from benchmarks.speed import bench, peers
+from benchmarks.speed import bench, peers, ring
 from benchmarks.speed.bench import check_losses
 from benchmarks.speed.case import (
     EXPERTS,
@@ -24,7 +26,10 @@ from benchmarks.speed.case import (
 from benchmarks.speed.rounds import LeastTimes
 from benchmarks.speed.sides import Side, SideFailed, TimedSteps, TimeIsOver
 from benchmarks.speed.trials import Trials, rivals
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.config import InputError
+from tests._layers import difference, random_tensor
+from tests.parallel import parallel
 
 TINY = GptSizes(
     layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1
@@ -233,3 +238,22 @@ def test_both_sides_compute_the_same(row, variant):
         assert 0.0 < limits.gemm_s < limits.both_s
         assert ours.steps_done == 8
         assert steps.peak_memory_bytes > 0
+
+
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_the_ring_of_plain_torch_computes_attention(comm, dtype, bar):
+    """Its values and gradients, compared with torch's own of whole sequences in float64."""
+    wire_named("torch").open(comm)  # torch.distributed over gloo
+    shape = (2, 3, 8 * comm.size, 16)
+    q, k, v, gradient = (random_tensor(name, shape, "fp64") for name in ("q", "k", "v", "dy"))
+    q, k, v = (x.detach().to(dtype).double().requires_grad_() for x in (q, k, v))
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    whole.backward(gradient)
+    here = ring.positions(comm.rank, comm.size, shape[2])
+    own = [x.detach()[:, :, here].to(dtype).requires_grad_() for x in (q, k, v)]
+    part = ring.RingAttention.apply(*own)
+    part.backward(gradient[:, :, here].to(dtype))
+    assert difference(part, whole[:, :, here]) < bar
+    for x, y in zip(own, (q, k, v), strict=True):
+        assert difference(x.grad, y.grad[:, :, here]) < bar

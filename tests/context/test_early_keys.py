@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator, Handle, OneRank
 from ptdmpi.comm.mpi import MpiCommunicator
-from ptdmpi.comm.wires import Wire
+from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.comm.world import World
+from ptdmpi.config.choices import CONTEXT_METHODS
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.operators import EarlyKeys
@@ -28,9 +29,10 @@ from tests._engines import VOCAB_SIZE, microbatches, whole_weights
 from tests._rows import ADAPTED, SHAPES, foreseen_flops, foreseen_messages, foreseen_products
 from tests.comm._stand_in import StandInCommunicator
 from tests.comm._wires import FastCommunicator
+from tests.context._rows import BASE, LLAMA
 from tests.context.test_memory import LENGTH, LIMIT, peak
 from tests.context.test_memory import SHAPES as MEMORY_SHAPES
-from tests.context.test_parity import BASE, LLAMA, moved
+from tests.context.test_parity import moved
 from tests.model.layer.test_rows import kept_by_layer, layer_of, measured
 from tests.parallel import parallel
 
@@ -104,6 +106,19 @@ def same_numbers(world: World, changes: Changes) -> None:
         expected, found = moved(model, key, whole), moved(model, key, weights[key])
         assert (found - expected).abs().max() <= 1e-12 * expected.abs().max(), key
     assert not early.context.comm.under_way
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_a_wire_that_really_overlaps_gives_the_numbers_of_mpi(comm, method, zero):
+    """PyTorch's own: gloo sends while a rank computes."""
+    changes = {**LLAMA, "parallel.context_method": method, "parallel.zero": zero}
+    usual = engine_on(World(comm), changes, wire_named("mpi"))
+    fast = engine_on(World(comm), changes, wire_named("torch"))
+    assert fast.context.comm.overlaps and not usual.context.comm.overlaps
+    assert bool(early_steps(fast)) == (method == "all_gather") and not early_steps(usual)
+    torch.testing.assert_close(curve(fast), curve(usual), rtol=1e-12, atol=0)
 
 
 @parallel(ranks=[2])

@@ -19,7 +19,6 @@ from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import BlockedAttention, Scores, Sight
 from ptdmpi.model.kernels.choice import AttentionByLibrary, AttentionByProducts, HostChoice
 from ptdmpi.model.kernels.norm import soft_cap
-from ptdmpi.model.sequence.positions import Positions
 from ptdmpi.plan.layer import chunks
 from ptdmpi.plan.layer.attention.core import Attend
 from ptdmpi.plan.layer.sizes import Sizes
@@ -207,16 +206,6 @@ def test_products_leave_long_ones_to_the_library(whole_from):
         assert asked.called == (whole_from > 300)
         check(300, 4, "float32", 1e-5, Scores(SIZE**-0.5, window=7), None, kernels=kernels)
         assert asked.called
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_long_sequences_have_the_same_bits_on_two_context_ranks(dtype):
-    q, k, v = torch.randn(3, 1, 2, 1024, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    core = AttentionCore(PLAIN, by(AttentionByLibrary(1024)))
-    whole = core(q, k, v)
-    for rank in range(2):
-        here = Positions(rank, 2)
-        assert torch.equal(core(here.of(q, 2), k, v, positions=here), here.of(whole, 2))
 
 
 @pytest.mark.parametrize("whole_from", [300, 301])

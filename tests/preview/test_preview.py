@@ -20,6 +20,7 @@ from ptdmpi.commands.init import command as init
 from ptdmpi.commands.plan import command as plan
 from ptdmpi.commands.train import command as train
 from ptdmpi.config import InputError, ModelConfig, resolve
+from ptdmpi.config.choices import CONTEXT_METHODS
 from ptdmpi.data.batches import TrainBatches
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
@@ -117,6 +118,14 @@ def test_messages_are_shown_by_group_of_ranks(corpus):
     text = as_text(forecast)
     assert re.search(r"messages +rank 0 sends in a step\n +tensor: .*\n +context: .*gathers", text)
     assert "rank 0 sends" not in as_text(preview(configured(corpus), ONE))
+
+
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_the_context_method_is_named(corpus, method):
+    asked = configured(corpus, {"parallel.context": 2, "parallel.context_method": method})
+    assert f"context {method}" in preview(asked, RankCount(2, "given", 0))["layout"]
+    alone = configured(corpus, {"parallel.context_method": method})
+    assert method not in preview(alone, ONE)["layout"]
 
 
 def test_state_off_a_gpu_is_held_against_its_host(corpus, monkeypatch):

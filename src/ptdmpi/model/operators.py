@@ -201,7 +201,8 @@ class SelfAttention(Computing):
             model.window_of(build.layer),
             model.attention_softcap,
         )
-        self.attend = AttentionCore(self.scores)
+        self.grouped = model.kv_heads != model.heads
+        self.attend = AttentionCore(self.scores, grouped=self.grouped)
         # ring attention saves no scores, and a recomputation would send all keys again, so ring
         # attention is never recomputed selectively
         self.selective = build.selective and not self.in_ring
@@ -209,7 +210,7 @@ class SelfAttention(Computing):
     def take(self, kernels: Kernels) -> None:
         """Compute with the kernels `kernels` from now on."""
         super().take(kernels)
-        self.attend = AttentionCore(self.scores, kernels)
+        self.attend = AttentionCore(self.scores, kernels, grouped=self.grouped)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Return the concatenated results of this rank's heads, [s, b, heads * head size of the

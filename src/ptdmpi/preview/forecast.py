@@ -148,6 +148,8 @@ def _layout(config: Config) -> str:
     """Return a text about the layout of a configuration: the sizes of its axes and its settings."""
     layout = config.layout
     words = [str(layout), config.parallel.schedule]
+    if layout.context > 1:
+        words.append(f"context {layout.context_method}")
     if layout.sharding:
         words.append(layout.sharding)
     words.append(f"recompute {config.recompute.mode}")

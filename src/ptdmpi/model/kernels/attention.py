@@ -81,16 +81,21 @@ class Implementation(Protocol):
 
 class AttentionCore:
     """The function softmax(scores) v of one layer. For each input, the first of `implementations`
-    that supports the input computes attention."""
+    that supports the input computes attention.
 
-    def __init__(self, scores: Scores, kernels: Kernels = USUAL) -> None:
+    `grouped` is True if the model has fewer key heads than query heads. A rank with only some of
+    the heads may have a key head for each query head, but computes with the same calls as one rank
+    with all heads, so that the bits are the same.
+    """
+
+    def __init__(self, scores: Scores, kernels: Kernels = USUAL, *, grouped: bool = False) -> None:
         self.scores = scores
         self.kernels = kernels
         self.implementations: tuple[Implementation, ...] = (
             ProductKernel(scores, kernels),
             PackedKernel(scores),
             MaskedKernel(scores),
-            BlockedKernel(scores, kernels),
+            BlockedKernel(scores, kernels, grouped=grouped),
             WholeKernel(scores, kernels),
         )
 
@@ -261,18 +266,19 @@ class BlockedKernel:
     """Attention by PyTorch's CPU kernel, which is called for one block of queries at a time
     (`blocks`)."""
 
-    def __init__(self, scores: Scores, kernels: Kernels) -> None:
+    def __init__(self, scores: Scores, kernels: Kernels, *, grouped: bool = False) -> None:
         self.scores = scores
         self.kernels = kernels
+        self.grouped = grouped
 
     def takes(self, given: Input) -> bool:
         """Return True for attention with windows or documents. Also return True for long causal
-        attention on a CPU, if query heads do not share keys and the sequence is shorter than
+        attention on a CPU, if the model has no grouped queries and the sequence is shorter than
         `whole_from`. From this length on, PyTorch's kernel computes a sequence in one call."""
         if _is_limited(self.scores, given):
             return True
         q = given.q
-        if not self.scores.causal or _is_grouped(given) or not _is_long_on_cpu(given):
+        if not self.scores.causal or self._is_grouped(given) or not _is_long_on_cpu(given):
             return False
         return q.shape[2] < self.kernels.chosen(q.device.type, q.dtype).attention.whole_from
 
@@ -280,13 +286,17 @@ class BlockedKernel:
         """Compute attention; see `Implementation.forward`."""
         wide = (self.kernels.widened(part) for part in given[:3])
         whole_from = self.kernels.chosen(given.q.device.type, given.q.dtype).attention.whole_from
-        is_whole = given.documents is None and not self.scores.window
+        is_plain = given.documents is None and not self.scores.window
         block = QUERY_BLOCK
-        if is_whole and given.k.shape[2] >= whole_from:
+        # one rank computes such a sequence in one call; this rank has only some of its positions
+        if is_plain and (self._is_grouped(given) or given.k.shape[2] >= whole_from):
             block = LONG_BLOCK
         work = BlockedWork(given.sight(self.scores), with_logsumexp, block)
         out, sums = BlockedAttention.apply(*wide, work)
         return AttentionResult(out.to(given.q.dtype), sums)
+
+    def _is_grouped(self, given: Input) -> bool:
+        return self.grouped or _is_grouped(given)
 
 
 class WholeKernel:

@@ -19,9 +19,10 @@ from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 # need five eighths of the operations of one call for the whole sequence.
 QUERY_BLOCK = 128
 # The number of queries in a block if a context rank computes a sequence that one rank would compute
-# in one call. With blocks of 256 queries, PyTorch's kernel gives the same bits as in one call, in
-# all types (torch 2.13), if the length of each chunk of a context rank is a multiple of 256. With
-# blocks of 128 queries, the bits are the same only in bfloat16.
+# in one call: a long sequence, or a sequence with grouped queries. With blocks of 256 queries,
+# PyTorch's kernel gives the same bits as in one call, in all types (torch 2.13), if the length of
+# each chunk of a context rank is a multiple of 256. With blocks of 128 queries, the bits are the
+# same only in bfloat16.
 LONG_BLOCK = 256
 
 # measurements of kernels: kind of kernel -> entries in the form of presets/kernels.toml

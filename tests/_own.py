@@ -125,6 +125,14 @@ def huge(inputs):
     return inputs.logits.sum(), 10**400
 
 
+def negative(inputs):
+    return inputs.logits.sum(), -1
+
+
+def endless(inputs):
+    return inputs.logits.sum(), inputs.logits.detach().new_tensor(float("inf"))
+
+
 def elsewhere(inputs):
     return inputs.logits.sum().to("meta"), 1
 

@@ -138,7 +138,7 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
         lambda kernels: dy.t() @ x,
     )
     choices = [BY_LIBRARY]
-    if host.has_fused():
+    if host.has_fused(dtype):
         choices.append(HostChoice(linear=OneDnnLinears(0.0, 0.0)))
     least = [math.inf] * len(products)
     for _ in range(REPEATS):

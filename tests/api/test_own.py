@@ -30,9 +30,11 @@ from tests._own import (
     counts_none,
     detached,
     elsewhere,
+    endless,
     ends,
     even,
     huge,
+    negative,
     of_shape,
     only_sum,
     plain,
@@ -216,6 +218,8 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
         (huge, "returned a count that is too large"),
         (elsewhere, "returned a sum on meta; legal: on cpu"),
         (counted_twice, r"returned a count of shape .*, not one number"),
+        (negative, "returned the count -1.0; legal: a number from 0"),
+        (endless, "returned the count inf; legal"),
         (ends, "tests._own:ends ends the program"),
     ):
         with pytest.raises(InputError, match=text):

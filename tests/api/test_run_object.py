@@ -120,6 +120,32 @@ def test_two_hooks_of_one_name_are_refused(tmp_path):
         Hooks([Noted(), Noted()])
 
 
+class Ends(Hook):
+    """A hook that ends the program, whatever it is asked."""
+
+    def _end(self, *given):
+        sys.exit(0)
+
+    step_ended = validated = saved = stopped = state = restore = _end
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda hooks: hooks.step_ended(None),
+        lambda hooks: hooks.validated(1, {}),
+        lambda hooks: hooks.saved(1, None),
+        lambda hooks: hooks.stopped(1, "done"),
+        lambda hooks: hooks.states(),
+        lambda hooks: hooks.restore({"Ends": 1}),
+    ],
+)
+def test_a_hook_that_ends_the_program_is_refused(call):
+    """Its rank would end with code 0, and the others would wait for it."""
+    with pytest.raises(InputError, match="hook Ends ends the program"):
+        call(Hooks([Ends()]))
+
+
 PROGRAM = """
 import sys
 import ptdmpi

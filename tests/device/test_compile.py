@@ -99,7 +99,7 @@ def test_a_graph_takes_attention_whole(comm):
 def test_the_backend_of_a_run(comm):
     """Inductor itself, which fuses and rounds less often: five steps of a GPT and a LLaMA, whatever
     this processor takes for linears."""
-    choice = HostChoice(linear=OneDnnLinears(0, 0)) if host.has_fused() else BY_LIBRARY
+    choice = HostChoice(linear=OneDnnLinears(0, 0)) if host.has_fused(torch.float32) else BY_LIBRARY
     for changes, precision, near in (({}, "fp32", 1e-5), (LLAMA, "fp32", 1e-5), ({}, "bf16", 2e-3)):
         asked = changes | {"model.hidden": 64, "precision.compute": precision}
         known = build(World(comm), asked)

@@ -112,7 +112,7 @@ class Times:
         pass
 
 
-@pytest.mark.skipif(not host.has_fused(), reason="this torch is without oneDNN")
+@pytest.mark.skipif(not host.has_fused(torch.float32), reason="this torch is without oneDNN")
 def test_the_quickest_ways_are_what_a_run_then_takes():
     """Products where they beat the better of the library's two ways at the lengths together;
     oneDNN, and the library at once, from where they are the quicker at all sizes above."""

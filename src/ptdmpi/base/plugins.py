@@ -48,26 +48,20 @@ def is_plugin(group: str, name: str) -> bool:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Return a context for a call of the user's own code. If the code ends the program, for example
-    by `sys.exit`, raise InputError, because the other ranks would wait for this rank forever. The
-    error message begins with `name`, the name of the code."""
+    """Return a context for a call of the user's own code. `name` is the name of the code in errors.
+
+    If the code ends the program, for example by `sys.exit`, raise InputError: the other ranks would
+    wait for this rank forever. At its end the context restores the working directory, because
+    relative paths in the configuration must not change their meaning. The directory is held open,
+    so this works even if the directory has been removed.
+    """
+    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     try:
         yield
     except SystemExit:
         raise InputError(
             f"{name} ends the program; legal: to return, or to raise an error"
         ) from None
-
-
-@contextlib.contextmanager
-def same_directory() -> Iterator[None]:
-    """Return a context that restores the working directory at its end. The user's code may change
-    the working directory, and the relative paths in the configuration would then name other files.
-    The context keeps the directory open, so the directory can be restored even if it has been
-    removed."""
-    here = os.open(".", os.O_RDONLY)
-    try:
-        yield
     finally:
         os.fchdir(here)
         os.close(here)
@@ -104,7 +98,7 @@ def _imported(name: str) -> Any:
     """Import the object with the name "module:object". Raise InputError if the import fails."""
     module, _, path = name.partition(":")
     try:
-        with same_directory():
+        with users_code(f"{name} cannot be imported: its module"):
             value: Any = importlib.import_module(module)
         for attribute in path.split("."):
             value = getattr(value, attribute)
@@ -113,9 +107,6 @@ def _imported(name: str) -> Any:
         if module == "__main__":
             hint = "; it belongs to a program, and only this program can continue the run"
         raise InputError(f"{name} cannot be imported: {error}{hint}") from None
-    except SystemExit:
-        # if only this rank ended, the other ranks would wait for it forever
-        raise InputError(f"{name} cannot be imported: its module ends the program") from None
     return value
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.base.errors import InputError
-from ptdmpi.base.plugins import is_plugin, plugin, same_directory, users_code
+from ptdmpi.base.plugins import is_plugin, plugin, users_code
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.order import SampleOrder
 
@@ -38,7 +38,7 @@ class OwnDataset:
         `row` raises InputError for the first or the last sample."""
         self.path = path
         self.seq_length = seq_length
-        with users_code(path), same_directory():
+        with users_code(path):
             self._own = plugin("datasets", path)(seq_length)
         vocab_size = getattr(self._own, "vocab_size", None)
         if not isinstance(vocab_size, Integral) or vocab_size < 1:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.plugins import users_code
 from ptdmpi.train.live import Completed
 
 
@@ -46,7 +47,8 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of a run. Their methods are called in the order in which the hooks were given."""
+    """The hooks of a run. Their methods are called in the order in which the hooks were given. If a
+    hook ends the program, for example by `sys.exit`, the methods of this class raise InputError."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         """Store the hooks. Raises ValueError if two hooks have the same name, because a checkpoint
@@ -58,28 +60,35 @@ class Hooks:
 
     def step_ended(self, step: Completed) -> None:
         """Call the method `step_ended` of each hook."""
-        for hook in self._hooks.values():
-            hook.step_ended(step)
+        for name, hook in self._hooks.items():
+            with users_code(f"hook {name}"):
+                hook.step_ended(step)
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
         """Call the method `validated` of each hook."""
-        for hook in self._hooks.values():
-            hook.validated(step, values)
+        for name, hook in self._hooks.items():
+            with users_code(f"hook {name}"):
+                hook.validated(step, values)
 
     def saved(self, step: int, path: Path) -> None:
         """Call the method `saved` of each hook."""
-        for hook in self._hooks.values():
-            hook.saved(step, path)
+        for name, hook in self._hooks.items():
+            with users_code(f"hook {name}"):
+                hook.saved(step, path)
 
     def stopped(self, step: int, why: str) -> None:
         """Call the method `stopped` of each hook."""
-        for hook in self._hooks.values():
-            hook.stopped(step, why)
+        for name, hook in self._hooks.items():
+            with users_code(f"hook {name}"):
+                hook.stopped(step, why)
 
     def states(self) -> dict[str, Any]:
         """Return a dict: name of a hook -> state of the hook. Hooks without a state are left
         out."""
-        states = {name: hook.state() for name, hook in self._hooks.items()}
+        states = {}
+        for name, hook in self._hooks.items():
+            with users_code(f"hook {name}"):
+                states[name] = hook.state()
         return {name: state for name, state in states.items() if state is not None}
 
     def restore(self, states: Mapping[str, Any]) -> None:
@@ -87,4 +96,5 @@ class Hooks:
         checkpoint is not called."""
         for name, hook in self._hooks.items():
             if name in states:
-                hook.restore(states[name])
+                with users_code(f"hook {name}"):
+                    hook.restore(states[name])

@@ -174,7 +174,7 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     def ways(here: HostChoice, folder: str, before: dict[str, list[str]] | None) -> str:
         with (
             mock.patch.object(choices, "measured_choice", lambda *asked: here),
-            mock.patch.object(host, "has_fused", lambda: True),
+            mock.patch.object(host, "has_fused", lambda dtype: True),
             mock.patch.object(host, "multiplies", lambda *asked: True),
         ):
             choice = agreed(world, tmp_path / folder, place, before, say=said.append)
@@ -325,7 +325,7 @@ def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
     here = HostChoice(linear=OneDnnLinears(8))
     with (
         mock.patch.object(choices, "measured_choice", lambda *asked: here),
-        mock.patch.object(host, "has_fused", lambda: True),
+        mock.patch.object(host, "has_fused", lambda dtype: True),
     ):
         found = agreed(world, tmp_path, place, before, say=said.append)
         assert found == BY_LIBRARY
@@ -335,7 +335,7 @@ def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
         assert agreed(world, tmp_path, place, {}, say=said.append) == found
         anew = agreed(world, tmp_path, place, None, say=said.append)
         assert stored(anew)["linear"] == ["onednn:8:inf"]
-    with mock.patch.object(host, "has_fused", lambda: False):
+    with mock.patch.object(host, "has_fused", lambda dtype: False):
         assert agreed(world, tmp_path, place, {}, say=said.append) == found
     assert "because onednn:8:inf is not available here: the bits of results change" in said.pop()
 
@@ -377,7 +377,7 @@ def test_a_probed_machine_comes_before_the_table(comm, tmp_path):
     changes = {"run.steps": 1, "run.cluster": str(path)}
     with loop(comm, tmp_path, changes) as made:
         made.run()
-    linear = "onednn:9:inf" if host.has_fused() else "library"
+    linear = "onednn:9:inf" if host.has_fused(torch.float32) else "library"
     kept = json.loads((tmp_path / "run" / agreement.FILE).read_text())
     assert (kept["attention"], kept["linear"]) == (["products"], [linear])
     assert (kept["gelu"], kept["half"]) == (["sigmoid"], ["native"])

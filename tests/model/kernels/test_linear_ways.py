@@ -1,5 +1,7 @@
 """Linears by oneDNN's one call: the values of the library's way, where the table says so."""
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -26,7 +28,7 @@ def operands(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
 
 
-@pytest.mark.skipif(not host.has_fused(), reason="this torch is without oneDNN")
+@pytest.mark.skipif(not host.has_fused(torch.float32), reason="this torch is without oneDNN")
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("biased", [True, False])
 def test_one_call_gives_what_product_and_sum_give(dtype, biased):
@@ -62,7 +64,7 @@ def test_small_products_are_the_library_s():
     with (
         mock.patch.object(choices, "table", lambda: only),
         mock.patch.object(torch.cpu, "get_capabilities", lambda: has),
-        mock.patch.object(host, "has_fused", lambda: True),
+        mock.patch.object(host, "has_fused", lambda dtype: True),
         mock.patch.object(choices, "usual_choice", ask),
         mock.patch.object(kernels, "linear_by_onednn") as call,
     ):
@@ -82,7 +84,7 @@ def test_small_products_are_the_library_s():
         has["cpu_name"] = "B"
         assert ask("cpu", torch.float32) == measured_choice(torch.float32, own) == BY_LIBRARY
         has["cpu_name"] = "A"
-        with mock.patch.object(host, "has_fused", lambda: False):
+        with mock.patch.object(host, "has_fused", lambda dtype: False):
             assert ask("cpu", torch.float32) == BY_LIBRARY
 
 
@@ -90,3 +92,21 @@ def test_each_entry_says_what_was_measured():
     for entry in table()["linear"]:
         assert entry["measured"] and getattr(torch, entry["type"]) in host.FUSED_TYPES
         assert entry.get("output", 0) >= 0 <= entry.get("input_gradient", 0)
+
+
+LIMITED = """
+import torch
+from ptdmpi.model.kernels import Kernels, host
+from ptdmpi.model.kernels.choice import usual_choice
+x = torch.randn(64, 32, dtype=torch.bfloat16)
+y = Kernels(usual_choice("cpu", torch.bfloat16)).linear(x, torch.randn(48, 32).bfloat16())
+print(host.has_fused(torch.bfloat16), host.has_fused(torch.float64), tuple(y.shape))
+"""
+
+
+def test_a_call_that_onednn_may_not_compute_is_not_chosen(monkeypatch):
+    """A user may limit oneDNN to instructions that lack a type, on any processor."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    command = [sys.executable, "-c", LIMITED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False False (64, 48)\n", done.stderr

@@ -51,9 +51,9 @@ Choice = HostChoice | DeviceChoice
 
 
 class Abilities(NamedTuple):
-    """The abilities of one rank's host: whether it has oneDNN's fused call for linears (`fuses`),
-    and whether it multiplies numbers of the run's type without converting them to a wider type
-    (`multiplies`)."""
+    """The abilities of one rank's host: whether it has oneDNN's fused call for linears of the run's
+    type (`fuses`), and whether it multiplies numbers of the run's type without converting them to a
+    wider type (`multiplies`)."""
 
     fuses: bool
     multiplies: bool
@@ -186,7 +186,7 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
     else the fastest kernels of rank 0. A kernel that some rank lacks is replaced by one that every
     rank has: by PyTorch's kernel or, for products of 16-bit types, by products in float32."""
     dtype = place.dtype
-    mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
+    mine = Abilities(host.has_fused(dtype), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]
     fastest = choices.measured_choice(dtype, place.own)
     if not able[0].multiplies:

@@ -126,7 +126,7 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     attention, linear, gelu, loss, norm = (_entry(kind, dtype, own) for kind in kinds)
     chosen = HostChoice(
         _attention(attention),
-        _linear(linear),
+        _linear(linear, dtype),
         loss=loss.get("logits", HOST_ELEMENTS),
         norm=norm.get("elements"),
     )
@@ -148,8 +148,8 @@ def _attention(entry: Mapping[str, Any]) -> HostAttention:
     )
 
 
-def _linear(entry: Mapping[str, Any]) -> OneDnnLinears:
-    if not host.has_fused():
+def _linear(entry: Mapping[str, Any], dtype: torch.dtype) -> OneDnnLinears:
+    if not host.has_fused(dtype):
         return OneDnnLinears()
     output = float(entry.get("output", math.inf))
     return OneDnnLinears(output, float(entry.get("input_gradient", math.inf)))

@@ -13,6 +13,7 @@ import torch
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # types that oneDNN's fused call for a linear supports
 FUSED_TYPES = (torch.float32, torch.bfloat16)
+SIZE_TRIED = 16  # rows and columns of the operands with which the fused call is tried
 NATIVE = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
@@ -64,9 +65,19 @@ def multiplies(device_type: str, dtype: torch.dtype) -> bool:
     return any(capabilities.get(name, False) for name in NATIVE[dtype])
 
 
-def has_fused() -> bool:
-    """Return True if torch has oneDNN's fused call for a linear and its bias."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+@asked_once
+def has_fused(dtype: torch.dtype) -> bool:
+    """Return True if this host computes oneDNN's fused call for a linear and its bias with operands
+    of the type `dtype`. The call is tried, because a user may limit the instructions that oneDNN
+    uses (by the environment variable ONEDNN_MAX_CPU_ISA), and then it lacks some types."""
+    if dtype not in FUSED_TYPES or not torch.backends.mkldnn.is_available():
+        return False
+    operand = torch.zeros(SIZE_TRIED, SIZE_TRIED, dtype=dtype)
+    try:
+        torch.ops.mkldnn._linear_pointwise(operand, operand, operand[0], "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 @asked_once

@@ -5,6 +5,7 @@ and their number, for one microbatch on one rank. The trainer adds sums and coun
 microbatches and ranks, and minimizes sum / count, so the mean is exact in every layout.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -187,8 +188,13 @@ class OwnLoss:
             if count.numel() != 1 or count.device != device or count.is_complex():
                 shape = f"{list(count.shape)} on {count.device}"
                 raise InputError(f"{self.name} returned a count of shape {shape}, not one number")
-            return total, count.detach().reshape(()).to(torch.float64)
+            count = count.detach().reshape(()).to(torch.float64)
+            if device.type != "cpu":  # a check would wait for the device
+                return total, count
         try:
-            return total, torch.tensor(float(count), dtype=torch.float64, device=device)
+            number = float(count)
         except OverflowError as error:
             raise InputError(f"{self.name} returned a count that is too large: {error}") from None
+        if not 0 <= number < math.inf:
+            raise InputError(f"{self.name} returned the count {number}; legal: a number from 0")
+        return total, torch.tensor(number, dtype=torch.float64, device=device)

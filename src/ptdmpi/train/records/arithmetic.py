@@ -22,11 +22,12 @@ SIZE = 128  # rows and columns of the operands
 
 def arithmetic(device: torch.device) -> str:
     """Return a name of the arithmetic of this rank. On a CPU, the name has PyTorch's vector
-    instructions and a hash of results, such as "AVX512 3f9a1c22". On another device, it is the name
-    of the device."""
+    instructions, a hash of results and the number of threads if it is not 1, such as "AVX512
+    3f9a1c22 with 2 threads". On another device, it is the name of the device."""
     if device.type == "cpu":
-        capability = torch.backends.cpu.get_cpu_capability()
-        return f"{capability} {_hash(_results())}"
+        name = f"{torch.backends.cpu.get_cpu_capability()} {_hash(_results())}"
+        threads = torch.get_num_threads()
+        return name if threads == 1 else f"{name} with {threads} threads"
     return device_name(device)
 
 

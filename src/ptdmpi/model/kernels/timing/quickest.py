@@ -283,7 +283,7 @@ def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, A
     product, the smallest size from which on oneDNN is always faster than PyTorch's own product."""
     entry: dict[str, Any] = {}
     words = []
-    able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)
+    able = host.has_fused(dtype) and host.multiplies("cpu", dtype)
     choices = (BY_LIBRARY, ONEDNN) if able else (BY_LIBRARY,)
     products = [math.prod(shape) for shape in sizes.linears]
     for kind, works in (("output", _outputs), ("input_gradient", _input_gradients)):

@@ -181,7 +181,7 @@ class HuggingFaceTokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text. Raise InputError for a text that cannot be encoded."""
         try:
-            # this method does not compute the offsets of tokens, which are not needed here
+            # `encode_batch_fast` does not compute the offsets of tokens, which are not needed here
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         # the library raises the class Exception, for example for a character without a token
         except Exception as error:

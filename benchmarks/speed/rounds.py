@@ -101,7 +101,8 @@ class Constants:
 
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None  # None if the peer did not finish.
-    limits: LeastTimes  # The minimum over all rounds.
+    # Lower bounds of the time of a step: for each field, the smallest time of all rounds.
+    limits: LeastTimes
     losses: list[float]  # Losses of all steps, including those before the first round.
     peer_losses: list[float]
     peer_trials: dict[str, PeerTrial]  # name of a variant of the peer -> its trial

@@ -4,9 +4,15 @@ methods in alternating steps.
     python -m benchmarks.tuning.step memory BASE METHOD LENGTH RECOMPUTE
     python -m benchmarks.tuning.step time BASE LENGTH ROUNDS
 
-METHOD is "lora" or "full". A model with the sizes of BASE is trained in bfloat16, with random
-weights, on random tokens, with one row of LENGTH tokens per step. The output is JSON. A process
-measures the memory of only one setting, because the peak memory of a process never decreases.
+A model with the sizes of BASE, a folder with a `config.toml`, is trained in bfloat16, with random
+weights, on random tokens. Each step trains on one row of LENGTH tokens. The output is JSON.
+
+`memory` measures training by METHOD ("lora" or "full") with the recomputation mode RECOMPUTE
+("none", "selective" or "full"). A process measures only one setting, because the peak memory of a
+process never decreases.
+
+`time` compares both methods without recomputation. After a warm-up round, each of ROUNDS rounds has
+one step of each method.
 """
 
 import json

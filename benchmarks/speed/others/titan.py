@@ -167,8 +167,9 @@ class TitanTrainer:
             parameters += part.parameters()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    # Without this setting, the all-reduce would also multiply by torchtitan's
-                    # factor of 1, which gloo does not support.
+                    # torchtitan sets FSDP's gradient divide factor to 1. Without this setting, the
+                    # reduce-scatter of the gradients would therefore use ReduceOp.PREMUL_SUM, which
+                    # gloo does not support.
                     module.set_force_sum_reduction_for_comms(True)
         self.optimizer = Optimizer(row.config, parameters, masters=False, divided=False)
 

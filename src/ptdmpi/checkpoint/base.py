@@ -87,8 +87,9 @@ def take_base(
 ) -> list[str]:
     """Load the frozen weights of the checkpoint `adapt.base`. Record in `course`, the description
     of the run, which checkpoint the base model came from. If the checkpoint has a head for the
-    task, also load the parameters of the head, because the run trains them. Return the names of the
-    parameters of the head that keep their initial values.
+    task, also load the parameters of the head. The head is not frozen: its training begins from the
+    loaded parameters. Return the names of the parameters of the head that keep their initial
+    values.
 
     `tokenizer_sha256` is the hash of the base model's tokenizer, or None if the caller does not
     know it. This argument is used only if the checkpoint does not record its tokenizer. Raise

@@ -200,12 +200,13 @@ def _apportion(weights: list[int]) -> np.ndarray:
 class SampleOrder:
     """The order of all training samples of a run: a pure function of (seed, global sample index).
 
-    A table with one period of the mixture assigns global sample n to a dataset. If n is the k-th
-    sample of this dataset (k counts from 0), it is the dataset's sample permute(k mod samples) in
+    A table has the dataset of each slot of a period. The period is the smallest number of samples
+    in which the datasets have exactly the ratios of their weights; after it, the table is used
+    again. Global sample n has the dataset of slot (n - start.sample) mod period. If n is the k-th
+    sample of its dataset (k counts from 0), it is the dataset's sample permute(k mod samples) in
     epoch k // samples. The key of `permute` is made from seed, dataset and epoch. Every epoch of a
-    dataset therefore has each of its samples exactly once, in a new order. With a later `start`,
-    the table begins at the start, and each dataset continues after the `drawn` samples that were
-    already used."""
+    dataset therefore has each of its samples exactly once, in a new order. With a later `start`, k
+    also counts the `drawn` samples of the dataset that the run used before the start."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
         """Prepare the order. Raise InputError if there are no parts or a part has no samples, if a

@@ -43,7 +43,8 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         first,
         second,
         [],
-        # torch's function needs a separate tensor with the number of updates for each tensor
+        # For each parameter tensor, torch's function needs a separate scalar tensor with the number
+        # of updates, because the function adds 1 to this scalar.
         [updates.clone() for _ in group.masters],
         # torch's fused kernel may round the last elements of a tensor differently from all others;
         # because of `ALIGNMENT` (plan/layer/parts.py), this does not change the results

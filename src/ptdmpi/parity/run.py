@@ -249,7 +249,9 @@ class Blocks:
     def _part(self, ranks: int, block: int) -> World | None:
         """Return this rank's block as a separate world; None if the rank is in no block.
 
-        Every rank of the world calls this method in the same order.
+        If no earlier call had the same `ranks`, the world is split, and all its ranks must take
+        part. So every rank of the world must call this method with the same values of `ranks`, in
+        the same order.
         """
         if ranks not in self._parts:
             control = self.world.control.Split(block, key=self.world.rank)

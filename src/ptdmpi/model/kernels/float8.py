@@ -12,8 +12,8 @@ shares a scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2):
 The forward keeps the codes of x and their scales. For dW, the values that these codes represent are
 rounded again, in tiles along the columns.
 
-All operands are rounded first. Their values are then exact in bfloat16, and are multiplied as
-bfloat16.
+Before each product, both operands are rounded to 8-bit codes with scales. The scales are powers of
+two, so the rounded values are exact in bfloat16, and are multiplied as bfloat16.
 """
 
 import torch

@@ -88,9 +88,10 @@ class _Distillation(Function):
     divergence from the teacher. Both losses use the same softmax. The sum of both gradients
     overwrites the buffer of the logits.
 
-    Let S = sum_k p_k, and let r be the teacher's probability of all tokens that are not stored. For
-    the logit of a stored token j, the gradient of the divergence is p_j - q_j. For every other
-    logit, it is p_j (1 - r / (1 - S)).
+    For a token j, let p_j be the student's probability, and q_j the teacher's stored probability.
+    Let S be the sum of p_k over the stored tokens k, and let r be the teacher's probability of all
+    tokens that are not stored. For the logit of a stored token j, the gradient of the divergence is
+    p_j - q_j. For every other logit, it is p_j (1 - r / (1 - S)).
     """
 
     @staticmethod

@@ -140,9 +140,11 @@ class Pricer:
         """Return a lower bound of `bound_s` that is cheaper to compute, because it does not assign
         layers to stages.
 
-        The bound is the sum of three times: the work of a rank (as the mean over the ranks), the
-        time to fill the pipeline before this work and to drain it afterwards, and the time of data
-        axis and optimizer for the mean number of parameters of a rank.
+        The bound is the sum of three durations:
+        - the time of a rank's work (see `_rough`), averaged over the ranks;
+        - the time for which a rank waits while the pipeline fills and drains, also averaged;
+        - the time of the optimizer, and of messages over the data axis that do not overlap with
+          computation, if each rank had the mean number of the layers' trained parameters.
         """
         after_s, each_s = self.rough_data_s(layout)
         return self.rough_work_s(layout) + after_s + layout.microbatches(self.batch) * each_s

@@ -151,7 +151,7 @@ def test_data_of_ones_own_comes_in_the_same_order_in_every_layout(comm, tmp_path
     changes["run.dir"] = str(tmp_path / "stopped")
     run = made(comm, tmp_path, changes, **own)
     for step in run:
-        if step.step == 2:
+        if step.number == 2:
             run.save()
             break
     rest = [step.result.loss for step in made(comm, tmp_path, changes, **own)]

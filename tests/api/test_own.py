@@ -316,16 +316,28 @@ def test_an_installed_plugin_is_found_by_its_name(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shapes\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     corpus(tmp_path)
-    keys = {"run.steps": 2, "run.loss": "smooth", "optimizer.kind": "own", "optimizer.own": "sign"}
+    keys = {
+        "run.steps": 2,
+        "run.loss": "smooth",
+        "optimizer.kind": "own",
+        "optimizer.own": "sign",
+        "data.train": [{"path": "countdown"}],
+        "model.sublayers": ["attention", "wider", "mlp"],
+    }
     (tmp_path / "config.toml").write_text(tomlkit.dumps(configuration(tmp_path, keys)))
     paths = os.pathsep.join([str(site), *filter(None, sys.path)])
     command = ["-m", "ptdmpi", "train", str(tmp_path / "config.toml")]
     mpirun(2, command, env={"PYTHONPATH": paths})
     steps = [record for record in read_records(tmp_path / "run/metrics.jsonl") if "loss" in record]
     assert len(steps) == 2
+    manifest = (tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text()
+    assert "wider.up.weight" in manifest and "countdown" in manifest
 
 
 PACKAGE = """
+from ptdmpi.plan.layer.parts import Linear
+
+
 def smooth(inputs):
     logs = inputs.log_softmax()
     mean = inputs.sum_over_vocabulary(logs.sum(-1)) / inputs.vocab_size
@@ -339,10 +351,37 @@ class Sign:
     def update(config, group, rate, updates):
         for weights, gradients in zip(group.masters, group.gradients):
             weights.sub_(rate * gradients.sign())
+
+
+class Countdown:
+    vocab_size = 53
+
+    def __init__(self, seq_length):
+        self.seq_length = seq_length
+
+    def __len__(self):
+        return 100
+
+    def sample(self, number):
+        return [(number - i) % self.vocab_size for i in range(self.seq_length + 1)]
+
+
+def wider(build):
+    hidden, std = build.model.hidden, build.residual_std
+    up = Linear(hidden, (hidden,), bias=False, init_std=std, split="columns")
+    down = Linear(hidden, (hidden,), bias=False, init_std=std, split="rows")
+    products = (build.product("wider.up", up, "y", "y"), build.product("wider.down", down, "y", "y"))
+    return build.sublayer("wider", 4, *products)
 """
 ENTRY_POINTS = """[ptdmpi.losses]
 smooth = shapes:smooth
 
 [ptdmpi.optimizers]
 sign = shapes:Sign
+
+[ptdmpi.datasets]
+countdown = shapes:Countdown
+
+[ptdmpi.sublayers]
+wider = shapes:wider
 """

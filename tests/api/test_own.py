@@ -370,8 +370,8 @@ def wider(build):
     hidden, std = build.model.hidden, build.residual_std
     up = Linear(hidden, (hidden,), bias=False, init_std=std, split="columns")
     down = Linear(hidden, (hidden,), bias=False, init_std=std, split="rows")
-    products = (build.product("wider.up", up, "y", "y"), build.product("wider.down", down, "y", "y"))
-    return build.sublayer("wider", 4, *products)
+    first = build.product("wider.up", up, "y", "y")
+    return build.sublayer("wider", 4, first, build.product("wider.down", down, "y", "y"))
 """
 ENTRY_POINTS = """[ptdmpi.losses]
 smooth = shapes:smooth

@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import torch
 
 from tests._runs import VOCAB_SIZE
 
@@ -31,6 +32,20 @@ def smoothed(inputs):
 def squared(inputs):
     """A loss of sequences: the square of the sequence's log-probability."""
     return inputs.of_sequences(inputs.sum_over_sequence(inputs.log_probabilities()) ** 2)
+
+
+def several(inputs):
+    """A loss of four ids at each position and of all columns of the vocabulary."""
+    labels = inputs.batch.labels
+    ids = (labels[..., None] + torch.tensor([0, 1, 7, 30])) % inputs.vocab_size
+    logs = inputs.log_softmax()
+    every = inputs.gather(logs)
+    given = inputs.log_probabilities(logs, ids)
+    difference = (inputs.log_probabilities(ids=ids[..., 1]) - every.gather(-1, ids)[..., 1]).abs()
+    assert every.shape[-1] == inputs.vocab_size and difference.max() < 1e-9
+    weights = torch.linspace(0.5, 1.5, inputs.vocab_size)
+    shares = torch.tensor([0.6, 0.2, 0.1, 0.1])
+    return inputs.of_tokens(every.exp() ** 2 @ weights.to(every) - given @ shares.to(given))
 
 
 class Momentum:

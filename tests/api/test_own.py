@@ -36,6 +36,7 @@ from tests._own import (
     of_shape,
     only_sum,
     plain,
+    several,
     smoothed,
     squared,
     words,
@@ -48,6 +49,7 @@ LAYOUTS = {
     2: [layout(t=2), layout(p=2), layout(d=2), {"parallel.context": 2}],
     4: [layout(t=2, d=2), layout(t=2) | {"parallel.context": 2}, layout(d=2, p=2)],
 }
+LONG = (even, plain, several)
 EXACT = {"precision.compute": "fp64", "batch.micro_size": 1}
 
 
@@ -70,7 +72,12 @@ def close(steps, rel=1e-12):
 @parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "loss",
-    [smoothed, squared, *(pytest.param(one, marks=pytest.mark.long) for one in (even, plain))],
+    [
+        smoothed,
+        squared,
+        several,
+        *(pytest.param(one, marks=pytest.mark.long) for one in (even, plain)),
+    ],
 )
 def test_a_loss_of_ones_own_is_the_same_in_every_layout(comm, loss):
     """The numbers of terms differ from microbatch to microbatch."""

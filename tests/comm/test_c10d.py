@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import tomlkit
 
 from tests._mpirun import mpirun
+from tests._runs import configuration, corpus
 
 PREAMBLE = """
 import sys
@@ -228,6 +230,29 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
+MESH = """
+import sys
+import torch, torch.distributed as dist
+import ptdmpi
+from ptdmpi.comm.c10d import mesh_of
+
+run = ptdmpi.Run(sys.argv[1])
+grid, rank = run.axes.grid, run.axes.world.rank
+mesh = mesh_of(run.axes)
+for step in run:
+    for axis in mesh.mesh_dim_names:
+        group = mesh.get_group(axis)
+        assert mesh.get_local_rank(axis) == run.axes[axis].rank, axis
+        assert dist.get_process_group_ranks(group) == list(grid.members(rank, axis)), axis
+        ours, theirs = (torch.tensor([1.5 * rank + step.number]) for _ in range(2))
+        dist.all_reduce(ours, group=group)
+        assert torch.equal(ours, run.axes[axis].all_reduce(theirs)), axis
+sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names}
+assert sizes == {axis: run.axes[axis].size for axis in sizes} and mesh.size() == 4
+print("alike", rank)
+dist.destroy_process_group()
+"""
+
 
 def run(tmp_path, ranks, program, *arguments):
     file = tmp_path / "program.py"
@@ -246,6 +271,18 @@ def test_other_libraries_train_and_save_over_it(tmp_path):
     """DTensor's products and divided linears, FSDP2, gloo's losses for both, and DCP."""
     done = run(tmp_path, 4, TRAINING, str(tmp_path / "checkpoint"))
     assert "losses" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [("tensor", "pipeline"), ("context", "data")])
+def test_the_grid_of_a_run_is_a_mesh(tmp_path, sizes):
+    corpus(tmp_path)
+    changes = {f"parallel.{axis}": 2 for axis in sizes} | {"run.steps": 2}
+    (tmp_path / "config.toml").write_text(tomlkit.dumps(configuration(tmp_path, changes)))
+    file = tmp_path / "program.py"
+    file.write_text(MESH)
+    done = mpirun(4, [str(file), str(tmp_path / "config.toml")])
+    assert done.stdout.count("alike") == 4
 
 
 @pytest.mark.long

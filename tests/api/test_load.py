@@ -8,9 +8,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import ptdmpi
+from data_prep.vocabulary import BYTES_SHA256
+from ptdmpi.base.plugins import name_of
 from ptdmpi.config import InputError
 from ptdmpi.data.shard_writer import ShardWriter
+from tests._configs import layout
+from tests._own import gained
 from tests._stored import stored
+from tests.api.test_own import made
 from tests.parallel import parallel
 
 VOCAB_SIZE = 257  # of the tokenizer of bytes
@@ -68,8 +73,8 @@ def test_a_loaded_model_answers_alike_in_every_layout(comm, tmp_path):
     comm.Barrier()
     ids = [97, 98, 99, 0, 256]
     seen = []
-    for layout in LAYOUTS[comm.size]:
-        model = ptdmpi.load(tmp_path / "run", layout=layout, tokenizer="bytes")
+    for where in LAYOUTS[comm.size]:
+        model = ptdmpi.load(tmp_path / "run", layout=where, tokenizer="bytes")
         assert model.encode("abc") == ids[:3] and model.decode(ids[:3]) == "abc"
         assert model.checkpoint.name == "step-00000007" and model.config.model.layers == 2
         options = {"max_new_tokens": 5, "temperature": 1.5}
@@ -95,4 +100,37 @@ def test_a_loaded_model_answers_alike_in_every_layout(comm, tmp_path):
         assert values == pytest.approx(logs[range(4), ids[1:]].tolist(), rel=1e-5)
     with pytest.raises(InputError, match="nowhere"):
         ptdmpi.load(tmp_path / "nowhere")
+    sys.excepthook = usual
+
+
+@parallel(ranks=[2])
+def test_a_sublayer_of_ones_own_goes_into_another_layout_and_is_loaded(comm, tmp_path):
+    usual = sys.excepthook
+    keys = {"model.sublayers": ["attention", name_of(gained), "mlp"], "run.steps": 4}
+    if comm.rank == 0:
+        (tmp_path / "train").mkdir()
+        path = tmp_path / "train/shard-00000.h5"
+        with ShardWriter(path, "bytes", BYTES_SHA256, vocab_size=VOCAB_SIZE, eod_id=256) as writer:
+            writer.write(np.random.default_rng(1).integers(0, 256, 4000), np.array([4000]))
+    whole = [step.result.loss for step in made(comm, tmp_path, keys | layout(t=2))]
+    keys["run.dir"] = str(tmp_path / "moved")
+    run = made(comm, tmp_path, keys | layout(t=2))
+    for step in run:
+        if step.number == 2:
+            checkpoint = run.save()
+            break
+    assert "gained.core.weight" in (checkpoint / "manifest.json").read_text()
+    rest = [step.result.loss for step in made(comm, tmp_path, keys | layout(p=2))]
+    assert rest == pytest.approx(whole[2:], rel=1e-5)
+    ids = [97, 98, 99, 0, 200]
+    seen = []
+    for where in LAYOUTS[2]:
+        for folder in ("run", "moved"):
+            model = ptdmpi.load(tmp_path / folder, layout=where, tokenizer="bytes")
+            stages = torch.nn.ModuleList(model.model.stages.values())
+            assert any("gained.core.weight" in name for name, _ in stages.named_parameters())
+            seen.append(model.log_probabilities(ids))
+            assert len(model.generate("ab", max_new_tokens=3)) == 1
+    for values in seen:
+        assert values == pytest.approx(seen[0], rel=1e-4)
     sys.excepthook = usual

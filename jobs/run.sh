@@ -103,7 +103,7 @@ fi
 # ranks. TERM means that the job ends now, because it was cancelled or preempted, or because it is
 # out of time. The ranks are asked to save. A cancelled job must not request another attempt. A
 # preempted job is requeued by Slurm itself.
-launcher= asked= ending=
+launcher="" asked="" ending=""
 forward() { if [ -n "$launcher" ]; then kill -USR1 "$launcher" 2> /dev/null; fi; }
 trap 'asked=yes; forward' USR1
 trap 'asked=yes; ending=yes; forward' TERM INT HUP

@@ -1,10 +1,18 @@
 """Losses, an optimizer and a dataset as a user would write them, importable by their names."""
 
 import os
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from ptdmpi.model.parameters import Split, declare
+from ptdmpi.plan.layer.account import Item, MemoryPass
+from ptdmpi.plan.layer.operator import OwnOperator
+from ptdmpi.plan.layer.parts import Linear, Scale
 from tests._runs import VOCAB_SIZE
+
+WIDTH = 16
 
 
 def plain(inputs):
@@ -31,6 +39,73 @@ def smoothed(inputs):
 def squared(inputs):
     """A loss of sequences: the square of the sequence's log-probability."""
     return inputs.of_sequences(inputs.sum_over_sequence(inputs.log_probabilities()) ** 2)
+
+
+def several(inputs):
+    """A loss of four ids at each position and of all columns of the vocabulary."""
+    labels = inputs.batch.labels
+    ids = (labels[..., None] + torch.tensor([0, 1, 7, 30])) % inputs.vocab_size
+    logs = inputs.log_softmax()
+    every = inputs.gather(logs)
+    given = inputs.log_probabilities(logs, ids)
+    difference = (inputs.log_probabilities(ids=ids[..., 1]) - every.gather(-1, ids)[..., 1]).abs()
+    assert every.shape[-1] == inputs.vocab_size and difference.max() < 1e-9
+    weights = torch.linspace(0.5, 1.5, inputs.vocab_size)
+    shares = torch.tensor([0.6, 0.2, 0.1, 0.1])
+    return inputs.of_tokens(every.exp() ** 2 @ weights.to(every) - given @ shares.to(given))
+
+
+@dataclass(frozen=True)
+class Gain(OwnOperator):
+    """[s, b, WIDTH / t] -> the same: a gain for each channel, and SiLU."""
+
+    weight: Scale
+
+    def parts(self):
+        return {self.name: self.weight}
+
+    def module(self, build):
+        return Gained(build.axis.size)
+
+    def forward(self, sizes):
+        yield MemoryPass(3 * self._elements(sizes) * sizes.compute_bytes)
+
+    def backward(self, sizes):
+        yield MemoryPass(4 * self._elements(sizes) * sizes.compute_bytes)
+
+    def kept(self, sizes, mode):
+        yield Item(f"{self.name}.input", 2 * self._elements(sizes), sizes.compute_bytes)
+
+    def operands(self, sizes):
+        yield Item(f"{self.name}.weight", sizes.share(WIDTH), sizes.compute_bytes)
+
+    def _elements(self, sizes):
+        return sizes.tokens * sizes.share(WIDTH)
+
+
+class Gained(torch.nn.Module):
+    """The module of `Gain`."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.weight = declare(tensor, (WIDTH,), 0.5, split=Split(0, (WIDTH,)))
+
+    def forward(self, x, context):
+        return torch.nn.functional.silu(x * self.weight)
+
+
+def gained(build):
+    """A sublayer with a parameter of its own between two linears."""
+    model = build.model
+    down = Linear(model.hidden, (WIDTH,), bias=False, init_std=0.2, split="columns")
+    up = Linear(WIDTH, (model.hidden,), bias=False, init_std=0.2, split="rows")
+    return build.sublayer(
+        "gained",
+        4,
+        build.product("gained.down", down, "y", "y"),
+        Gain("gained.core", ("y",), ("y",), Scale(WIDTH, trains=not model.adapt.adapts)),
+        build.product("gained.up", up, "y", "y"),
+    )
 
 
 class Momentum:

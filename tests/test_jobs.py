@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests._shell import NEEDS_SHELLCHECK, shellcheck
 from tests.parallel import ROOT
 
 SCRIPTS = sorted([*ROOT.glob("jobs/*.sh"), *ROOT.glob("jobs/*.sbatch"), ROOT / ".ci" / "run"])
@@ -127,6 +128,12 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_bash_accepts(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@NEEDS_SHELLCHECK
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_no_mistake(script):
+    assert shellcheck(script.read_text()) == ""
 
 
 @pytest.mark.cases(3)

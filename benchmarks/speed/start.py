@@ -4,11 +4,13 @@ step, and the minimum that any trainer needs for this.
 The measured run is the run of `make demo` (jobs/demo.toml, on the shards of `make demo`).
 Alternating with it, the benchmark starts the same number of processes, which only import torch and
 mpi4py. The minimum is the time of these imports, plus the time of a later step that the run has
-recorded.
+recorded. A last line gives the processor time of a plan for 175B parameters, which must be below
+10 s.
 """
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,8 @@ RANKS = 4
 STEPS = 3
 LIMIT_S = 120.0
 PAUSE_S = 0.005
+PLAN = ("--model", "gpt3-175b", "--cluster", "selene", "--ranks", "1024", "--batch", "1536")
+PLAN_MOST_S = 10.0  # of one core
 
 
 def imports_s() -> float:
@@ -59,8 +63,19 @@ def first_step_s() -> tuple[float, float]:
         return first, [step["step_time_s"] for step in steps if "loss" in step][-1]
 
 
+def plan_s() -> float:
+    """Return the processor time of `ptdmpi plan` for 175B parameters, in seconds. Unlike the time
+    on the clock, it hardly depends on other programs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "ptdmpi", "plan", *PLAN]
+    subprocess.run(command, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=LIMIT_S, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> None:
-    """Measure the run and the imports alternately, and print each round and the median."""
+    """Measure the run and the imports alternately, and print each round and the median. Then print
+    the time of a plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -77,6 +92,7 @@ def main() -> None:
         f"{RANKS} ranks: the first step ends after {statistics.median(counted):.2f} times "
         f"imports and a step ({min(counted):.2f} to {max(counted):.2f})"
     )
+    print(f"plan 175B on selene: {plan_s():.1f} s of a core (must be below {PLAN_MOST_S:.0f} s)")
 
 
 if __name__ == "__main__":

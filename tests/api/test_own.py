@@ -38,6 +38,7 @@ from tests._own import (
     of_shape,
     only_sum,
     plain,
+    several,
     smoothed,
     squared,
     words,
@@ -50,6 +51,7 @@ LAYOUTS = {
     2: [layout(t=2), layout(p=2), layout(d=2), {"parallel.context": 2}],
     4: [layout(t=2, d=2), layout(t=2) | {"parallel.context": 2}, layout(d=2, p=2)],
 }
+LONG = (even, plain, several)
 EXACT = {"precision.compute": "fp64", "batch.micro_size": 1}
 
 
@@ -72,7 +74,12 @@ def close(steps, rel=1e-12):
 @parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "loss",
-    [smoothed, squared, *(pytest.param(one, marks=pytest.mark.long) for one in (even, plain))],
+    [
+        smoothed,
+        squared,
+        several,
+        *(pytest.param(one, marks=pytest.mark.long) for one in (even, plain)),
+    ],
 )
 def test_a_loss_of_ones_own_is_the_same_in_every_layout(comm, loss):
     """The numbers of terms differ from microbatch to microbatch."""
@@ -153,7 +160,7 @@ def test_data_of_ones_own_comes_in_the_same_order_in_every_layout(comm, tmp_path
     changes["run.dir"] = str(tmp_path / "stopped")
     run = made(comm, tmp_path, changes, **own)
     for step in run:
-        if step.step == 2:
+        if step.number == 2:
             run.save()
             break
     rest = [step.result.loss for step in made(comm, tmp_path, changes, **own)]
@@ -320,16 +327,28 @@ def test_an_installed_plugin_is_found_by_its_name(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shapes\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     corpus(tmp_path)
-    keys = {"run.steps": 2, "run.loss": "smooth", "optimizer.kind": "own", "optimizer.own": "sign"}
+    keys = {
+        "run.steps": 2,
+        "run.loss": "smooth",
+        "optimizer.kind": "own",
+        "optimizer.own": "sign",
+        "data.train": [{"path": "countdown"}],
+        "model.sublayers": ["attention", "wider", "mlp"],
+    }
     (tmp_path / "config.toml").write_text(tomlkit.dumps(configuration(tmp_path, keys)))
     paths = os.pathsep.join([str(site), *filter(None, sys.path)])
     command = ["-m", "ptdmpi", "train", str(tmp_path / "config.toml")]
     mpirun(2, command, env={"PYTHONPATH": paths})
     steps = [record for record in read_records(tmp_path / "run/metrics.jsonl") if "loss" in record]
     assert len(steps) == 2
+    manifest = (tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text()
+    assert "wider.up.weight" in manifest and "countdown" in manifest
 
 
 PACKAGE = """
+from ptdmpi.plan.layer.parts import Linear
+
+
 def smooth(inputs):
     logs = inputs.log_softmax()
     mean = inputs.sum_over_vocabulary(logs.sum(-1)) / inputs.vocab_size
@@ -343,10 +362,37 @@ class Sign:
     def update(config, group, rate, updates):
         for weights, gradients in zip(group.masters, group.gradients):
             weights.sub_(rate * gradients.sign())
+
+
+class Countdown:
+    vocab_size = 53
+
+    def __init__(self, seq_length):
+        self.seq_length = seq_length
+
+    def __len__(self):
+        return 100
+
+    def sample(self, number):
+        return [(number - i) % self.vocab_size for i in range(self.seq_length + 1)]
+
+
+def wider(build):
+    hidden, std = build.model.hidden, build.residual_std
+    up = Linear(hidden, (hidden,), bias=False, init_std=std, split="columns")
+    down = Linear(hidden, (hidden,), bias=False, init_std=std, split="rows")
+    first = build.product("wider.up", up, "y", "y")
+    return build.sublayer("wider", 4, first, build.product("wider.down", down, "y", "y"))
 """
 ENTRY_POINTS = """[ptdmpi.losses]
 smooth = shapes:smooth
 
 [ptdmpi.optimizers]
 sign = shapes:Sign
+
+[ptdmpi.datasets]
+countdown = shapes:Countdown
+
+[ptdmpi.sublayers]
+wider = shapes:wider
 """

@@ -29,7 +29,7 @@ class Noted(Hook):
 
     def step_ended(self, step):
         self.seen += 1
-        self.calls.append(("step", step.step))
+        self.calls.append(("step", step.number))
 
     def validated(self, step, values):
         self.calls.append(("validated", step, values["validation_loss"]))
@@ -66,7 +66,7 @@ def losses(folder):
 def test_a_loop_of_ones_own_trains_as_the_command(comm, tmp_path):
     steps = []
     for step in made(comm, tmp_path, {"run.steps": 4}):
-        steps.append((step.step, step.result.loss))
+        steps.append((step.number, step.result.loss))
     made(comm, tmp_path, {"run.steps": 4, "run.dir": str(tmp_path / "other/run")}).train()
     if comm.rank == 0:
         other = losses(tmp_path / "other")
@@ -83,12 +83,12 @@ def test_a_run_is_left_and_taken_up_again_with_the_state_of_its_hooks(comm, tmp_
     noted = Noted()
     run = made(comm, tmp_path, here, [noted])
     for step in run:
-        if step.step == 2:
+        if step.number == 2:
             values = run.validate()
             assert run.validate() == values  # nothing is measured twice after a step
             path = run.save()
             assert run.save() == path and path.name.endswith("2")
-        if step.step == 3:
+        if step.number == 3:
             break
     assert noted.calls[:2] == [("step", 1), ("step", 2)]
     assert ("validated", 2, values["validation_loss"]) in noted.calls
@@ -103,6 +103,20 @@ def test_a_run_is_left_and_taken_up_again_with_the_state_of_its_hooks(comm, tmp_
     assert again.calls[-2][0] == "saved"
 
 
+@parallel(ranks=[1])
+def test_a_loop_validates_and_saves_by_the_number_of_a_step(comm, tmp_path):
+    noted = Noted()
+    changes = {"run.steps": 4, "data.valid": str(tmp_path / "valid")}
+    run = made(comm, tmp_path, changes, [noted])
+    for step in run:
+        if step.number % 2 == 0:
+            run.validate()
+            run.save()
+    calls = [call[:2] for call in noted.calls if call[0] != "step"]
+    expected = [(name, number) for number in (2, 4) for name in ("validated", "saved")]
+    assert calls == [*expected, ("stopped", 4)]
+
+
 @parallel(ranks=[2])
 def test_model_state_and_axes_are_this_ranks(comm, tmp_path):
     run = made(comm, tmp_path, {"run.steps": 1})
@@ -110,7 +124,7 @@ def test_model_state_and_axes_are_this_ranks(comm, tmp_path):
     assert "layers.0.attention.qkv.weight" in names and run.axes["tensor"].size == 2
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     (step,) = run
-    assert step.step == 1 and run.state.counters.updates == 1
+    assert step.number == 1 and run.state.counters.updates == 1
     moved = [name for name, p in run.model.named_parameters() if not torch.equal(p, before[name])]
     assert len(moved) > len(before) // 2
 
@@ -156,6 +170,10 @@ print("ended", run.step, run.axes.world.rank)
 """
 AS_IT_IS = "pass"
 FAILS_ON_ONE_RANK = "assert run.axes.world.rank == 0, 'a mistake of mine'"
+# torch.distributed has an excepthook of its own, which holds back what ours prints
+FAILS_OVER_TORCH = f"""import torch.distributed, ptdmpi.comm.c10d
+    torch.distributed.init_process_group("ptdmpi")
+    {FAILS_ON_ONE_RANK}"""
 
 
 def program(folder, body, ranks, **changes):
@@ -178,8 +196,9 @@ def test_a_program_trains_under_mpirun(tmp_path):
 
 
 @pytest.mark.long
-def test_a_mistake_of_one_rank_ends_all(tmp_path):
-    done = program(tmp_path, FAILS_ON_ONE_RANK, 2)
+@pytest.mark.parametrize("body", [FAILS_ON_ONE_RANK, FAILS_OVER_TORCH], ids=["plain", "torch"])
+def test_a_mistake_of_one_rank_ends_all(tmp_path, body):
+    done = program(tmp_path, body, 2)
     assert done.returncode == 1
     assert "a mistake of mine" in done.stderr and "[rank 1 on " in done.stderr
 

@@ -36,10 +36,10 @@ def train_until(comm, tmp_path, changes, step: int):
         work = made._conclude
 
         def conclude(done, batches=None):
-            if done.step == step + 1:
+            if done.number == step + 1:
                 raise Interrupted
             asked = work(done, batches)
-            if done.step == step:
+            if done.number == step:
                 kept.extend(state_of(made))
             return asked
 

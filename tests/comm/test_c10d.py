@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import tomlkit
 
 from tests._mpirun import mpirun
+from tests._runs import configuration, corpus
 
 PREAMBLE = """
 import sys
@@ -53,6 +55,37 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
             dist.reduce_scatter(x, [some(3) for _ in range(size)], op, group=group)
             return [x]
         alike(f"reduce_scatter {op} {dtype}", reduce_scatter)
+        def reduce_scatter_tensor(group):
+            x = torch.empty(3, dtype=dtype)
+            dist.reduce_scatter_tensor(x, some(3 * size), op, group=group)
+            return [x]
+        alike(f"reduce_scatter_tensor {op} {dtype}", reduce_scatter_tensor)
+        # gloo has no parts of unequal sizes, but it can reduce all parts on each rank
+        parts = [some(number + 1, 2) for number in range(size)]
+        every = torch.cat(parts)
+        dist.all_reduce(every, op, group=gloo)
+        x = torch.empty(rank + 1, 2, dtype=dtype)
+        dist.reduce_scatter(x, parts, op)
+        assert torch.equal(x, every.split([len(part) for part in parts])[rank]), (op, dtype)
+    parts = [torch.empty(number, 2, dtype=dtype) for number in range(1, size + 1)]
+    dist.all_gather(parts, torch.full((rank + 1, 2), rank + 3).to(dtype))
+    for number, part in enumerate(parts):
+        assert torch.equal(part, torch.full_like(part, number + 3)), (number, dtype)
+    def coalesced(group):
+        # several tensors in one call, and several calls in a context that makes them one
+        sums, whole = [some(3), some(2, 2)], [torch.empty(3 * size, dtype=dtype) for _ in range(2)]
+        dealt = [torch.empty(2, dtype=dtype) for _ in range(2)]
+        dist.all_reduce_coalesced(sums, group=group)
+        lists = [[torch.empty(3, dtype=dtype), torch.empty(2, 2, dtype=dtype)] for _ in range(size)]
+        dist.all_gather_coalesced(lists, [some(3), some(2, 2)], group=group)
+        with dist._coalescing_manager(group):
+            for output in whole:
+                dist.all_gather_into_tensor(output, some(3), group=group)
+        with dist._coalescing_manager(group):
+            for output in dealt:
+                dist.reduce_scatter_tensor(output, some(2 * size), group=group)
+        return [*sums, *(part for parts in lists for part in parts), *whole, *dealt]
+    alike(f"coalesced {dtype}", coalesced)
     def broadcast(group):
         x = some(4, 3)
         dist.broadcast(x, 1 % size, group=group)
@@ -167,8 +200,56 @@ by_ours = losses(DeviceMesh("cpu", list(range(size))), range(4))
 by_gloo = losses(DeviceMesh.from_group(gloo, "cpu"), range(4))
 assert max(abs(a - b) for a, b in zip(by_ours, by_gloo)) < 1e-6, (by_ours, by_gloo)
 assert losses(DeviceMesh("cpu", list(range(size))), range(2, 4), restore=folder) == by_ours[2:]
+
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def divided_losses(groups):
+    # one batch on all ranks; a linear divided by columns, and a linear divided by rows
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    parallelize_module(model, groups, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    assert model[0].weight.to_local().shape == (16 // size, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+by_ours = divided_losses(DeviceMesh("cpu", list(range(size))))
+# DTensor caches by mesh, and meshes of the same name are equal, even if their groups differ
+by_gloo = divided_losses(DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("gloo",)))
+assert max(abs(a - b) for a, b in zip(by_ours, by_gloo)) < 1e-6, (by_ours, by_gloo)
+assert by_ours[-1] < by_ours[0]
 if rank == 0:
     print("losses", by_ours)
+dist.destroy_process_group()
+"""
+
+MESH = """
+import sys
+import torch, torch.distributed as dist
+import ptdmpi
+from ptdmpi.comm.c10d import mesh_of
+
+run = ptdmpi.Run(sys.argv[1])
+grid, rank = run.axes.grid, run.axes.world.rank
+mesh = mesh_of(run.axes)
+for step in run:
+    for axis in mesh.mesh_dim_names:
+        group = mesh.get_group(axis)
+        assert mesh.get_local_rank(axis) == run.axes[axis].rank, axis
+        assert dist.get_process_group_ranks(group) == list(grid.members(rank, axis)), axis
+        ours, theirs = (torch.tensor([1.5 * rank + step.number]) for _ in range(2))
+        dist.all_reduce(ours, group=group)
+        assert torch.equal(ours, run.axes[axis].all_reduce(theirs)), axis
+sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names}
+assert sizes == {axis: run.axes[axis].size for axis in sizes} and mesh.size() == 4
+print("alike", rank)
 dist.destroy_process_group()
 """
 
@@ -187,9 +268,21 @@ def test_each_call_does_what_gloo_does(tmp_path, ranks):
 
 @pytest.mark.long
 def test_other_libraries_train_and_save_over_it(tmp_path):
-    """DTensor's products, FSDP2's losses beside gloo's, and a DCP checkpoint read again."""
+    """DTensor's products and divided linears, FSDP2, gloo's losses for both, and DCP."""
     done = run(tmp_path, 4, TRAINING, str(tmp_path / "checkpoint"))
     assert "losses" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [("tensor", "pipeline"), ("context", "data")])
+def test_the_grid_of_a_run_is_a_mesh(tmp_path, sizes):
+    corpus(tmp_path)
+    changes = {f"parallel.{axis}": 2 for axis in sizes} | {"run.steps": 2}
+    (tmp_path / "config.toml").write_text(tomlkit.dumps(configuration(tmp_path, changes)))
+    file = tmp_path / "program.py"
+    file.write_text(MESH)
+    done = mpirun(4, [str(file), str(tmp_path / "config.toml")])
+    assert done.stdout.count("alike") == 4
 
 
 @pytest.mark.long

@@ -46,6 +46,7 @@ FORMS = {
     },
     "sharegpt": SHAREGPT,
     "system beside": {"system": "be brief", "conversations": SHAREGPT["conversations"][1:]},
+    "alpaca": {**ALPACA, "instruction": "and 3+3?", "input": ""},
     "trl": {"prompt": MESSAGES[:-1], "completion": MESSAGES[-1:]},
 }
 PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -112,7 +112,14 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(comm, tmp_path)
         del of_run[0][3]  # at the reference, rounding decides which reward is greater
     assert found == [pytest.approx(row, rel=1e-3, abs=1e-4) for row in numbers]
 
-    score(tmp_path / "d", paths[:1], World(comm), layout=None, **OPTIONS)
-    comm.Barrier()
+    seen = []
+    for run, where in (("context", "t=2"), ("context", None), ("d", None)):
+        score(tmp_path / run, paths[:1], World(comm), layout=where, **OPTIONS)
+        seen.append(np.load(path))
+        comm.Barrier()
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(seen[1], seen[2], rtol=1e-3, atol=1e-4)
+    with pytest.raises(InputError, match="layout c=2: legal: t, p and d; every rank has whole"):
+        score(tmp_path / "context", paths, World(comm), layout="c=2", **OPTIONS)
     again = {"run.dir": str(tmp_path / "d"), "run.steps": 5}
     refused(comm, tmp_path, changes | again, r"data.train .*pairs \(")

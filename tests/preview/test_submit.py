@@ -16,6 +16,7 @@ from ptdmpi.commands.submit import SUBMIT, command
 from ptdmpi.config import InputError, load, resolve
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.preview.sites.site import Site
+from tests._shell import NEEDS_SHELLCHECK, shellcheck
 from tests.parallel import ROOT
 
 SITE = """
@@ -136,6 +137,13 @@ def test_a_script_has_the_values_of_the_site(folder, scheduler):
     template = next((ROOT / "jobs").glob(f"{scheduler}-gpu.*")).read_text().splitlines()
     kept = [line for line in lines if line in template]
     assert len(kept) > 0.6 * len(template)  # it is the template, not a text of its own
+
+
+@NEEDS_SHELLCHECK
+@pytest.mark.parametrize("scheduler", LINES)
+def test_shellcheck_finds_no_mistake_in_a_script(folder, scheduler):
+    result = submit("--site", site(scheduler), "--set", "run.name=a b")
+    assert shellcheck(result.stdout) == ""
 
 
 def test_a_script_of_kubernetes_has_the_values_of_the_site(folder):

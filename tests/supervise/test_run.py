@@ -2,11 +2,13 @@
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -94,19 +96,46 @@ def test_ctrl_c_in_a_terminal(folder, undisturbed):
     same(folder / "asked", undisturbed)
 
 
+def _plain(run: str) -> list[str]:
+    """Return the arguments of Python for a run in which no checkpoint is due before the end."""
+    settings = ["--set", f"run.dir={run}", "--set", "checkpoint.every_steps=0"]
+    return ["-m", "ptdmpi", "train", "config.toml", *settings]
+
+
 @pytest.mark.long
 def test_ctrl_c_under_plain_mpirun(folder, undisturbed):
-    """The log says what Ctrl-C loses. The launcher may end the ranks before they have saved; the
-    same command then continues from the last checkpoint."""
-    arguments = ["-m", "ptdmpi", "train", "config.toml", "--set", "run.dir=plain"]
-    command = ["mpirun", "-n", "2", sys.executable, *arguments]
-    text, code = _in_terminal(folder, command, b"step 5/24", mpi_environment())
+    """The log says what Ctrl-C may lose. mpirun may end the ranks before they have saved; the same
+    command then continues from the last checkpoint, or begins again."""
+    command = ["mpirun", "-n", "2", sys.executable, *_plain("plain")]
+    text, code = _in_terminal(folder, command, b" 5/24", mpi_environment())
     assert "Ctrl-C loses the steps since the last save" in text
     assert code != 0, text
     assert not (folder / "plain" / "done").exists()
-    assert "step-00000004" in os.listdir(folder / "plain/checkpoints")
-    mpirun(2, arguments, cwd=folder)
+    latest = folder / "plain/checkpoints/latest"
+    if latest.exists():
+        assert _step(latest) >= 5
+    mpirun(2, _plain("plain"), cwd=folder)
     same(folder / "plain", undisturbed)
+
+
+@pytest.mark.long
+def test_plain_mpirun_that_waits(folder, undisturbed):
+    """The signal that mpirun sends after Ctrl-C, with all the time that the ranks need: no step is
+    lost."""
+    command = ["mpirun", "-n", "2", sys.executable, *_plain("waits")]
+    with Job(folder, command, **mpi_environment()) as job:
+        job.wait_for(" 5/24")
+        (rank,) = re.findall(r"kill -USR1 (\d+) on", job.text())
+        os.kill(int(rank), signal.SIGTERM)
+        assert job.process.wait(LIMIT_S) == 75, job.text()
+    last = max(int(number) for number in re.findall(r"step +(\d+)/24 ", job.text()))
+    assert last >= 5 and _step(folder / "waits/checkpoints/latest") == last
+    mpirun(2, _plain("waits"), cwd=folder)
+    same(folder / "waits", undisturbed)
+
+
+def _step(latest: Path) -> int:
+    return int(latest.read_text().strip().removeprefix("step-"))
 
 
 def _in_terminal(folder, command, until: bytes, environ=None) -> tuple[str, int]:

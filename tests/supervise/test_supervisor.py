@@ -316,14 +316,44 @@ def test_commands_of_launchers():
     assert [node.ranks for node in even.nodes] == [3, 3]
 
 
-def test_pbs_node_file(tmp_path):
-    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5'\n")
-    (tmp_path / "mpirun").chmod(0o755)
+def program(folder, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def found(tmp_path):
+    """An environment with Open MPI's mpirun."""
+    program(tmp_path, "mpirun", "echo 'mpirun (Open MPI) 5'")
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def test_nodes_of_pbs_and_lsf(tmp_path, found):
     (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    path = f"{tmp_path}:/usr/bin:/bin"
-    place = place_of("", {"PATH": path, "PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert place.ranks == 4
+    for variable in ({"PBS_NODEFILE": str(tmp_path / "nodes")}, {"LSB_MCPU_HOSTS": "a 2 b 2"}):
+        place = place_of("", found | variable)
+        assert place.ranks == 4
+        assert place.command(4, place.nodes)[-2:] == ["--host", "a:2,b:2"]
+        named = place_of("c:3", found | variable)  # the user's hosts count more
+        assert [node.name for node in named.nodes] == ["c"]
+    for hosts in ("a 2 b", "a 2 b many", "a -1"):
+        with pytest.raises(InputError, match=f"LSB_MCPU_HOSTS {hosts}: legal: host1 4 host2 4"):
+            place_of("", found | {"LSB_MCPU_HOSTS": hosts})
+
+
+def test_nodes_of_flux(tmp_path, found):
+    """Flux does not say how many ranks its nodes take, so these are divided equally."""
+    flux = found | {"FLUX_URI": "local:///run/flux/local"}
+    with pytest.raises(InputError, match="FLUX_URI is set, but flux: No such file or directory"):
+        place_of("", flux)
+    program(tmp_path, "flux", 'test "$*" = "hostlist --expand local" && echo a b')
+    place = place_of("", flux)
+    assert place.ranks == 0
+    place = place.filled(4)
     assert place.command(4, place.nodes)[-2:] == ["--host", "a:2,b:2"]
+    program(tmp_path, "flux", "echo 'flux: no broker' >&2; exit 1")
+    with pytest.raises(InputError, match="expand local: flux: no broker; legal: --hosts"):
+        place_of("", flux)
 
 
 def test_a_launcher_of_the_users(tmp_path):

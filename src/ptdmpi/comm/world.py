@@ -281,6 +281,7 @@ def end_together(world: World) -> None:
     does.
     """
     usual = sys.excepthook
+    stderr = sys.stderr
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the exception and end all ranks. If the world has only one rank, Python handles
@@ -288,7 +289,9 @@ def end_together(world: World) -> None:
         if world.size == 1 and not isinstance(error, InputError):
             usual(kind, error, trace)
             return
-        with fail_together(world):
+        # If torch.distributed has been started, its excepthook calls this function with another
+        # `sys.stderr`, whose contents it would print only after the abort.
+        with contextlib.redirect_stderr(stderr), fail_together(world):
             raise error
 
     sys.excepthook = end

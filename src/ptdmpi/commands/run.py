@@ -82,7 +82,7 @@ def command(config: Path, ranks: int | None, settings: tuple[str, ...], **option
     wanted = ranks or place.ranks
     if not wanted:
         raise InputError(
-            "the number of ranks is unknown; legal: -n RANKS, or a job of Slurm or PBS"
+            "the number of ranks is unknown; legal: -n RANKS, or a job of Slurm, PBS or LSF"
         )
     place = place.filled(wanted)
     if options["layout"] is None:

@@ -1,9 +1,9 @@
 """The nodes on which a job may start ranks, and the command line of the launcher that starts ranks
 on these nodes.
 
-In a scheduler's allocation, the scheduler determines the nodes. In Slurm, srun starts the ranks; in
-PBS, mpirun starts them on the nodes in the node file. Without a scheduler, the job uses the hosts
-that the user names, or only this machine.
+In a scheduler's allocation, the scheduler determines the nodes. In Slurm, srun starts the ranks. In
+PBS, LSF and Flux, mpirun starts them on the nodes that the scheduler names. Without a scheduler,
+the job uses the hosts that the user names, or only this machine.
 """
 
 import math
@@ -187,8 +187,9 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
         place = LaunchPlace("mpiexec")
     if nodes:
         place = replace(place, nodes=nodes)
-    elif not place.nodes and "PBS_NODEFILE" in environment:
-        place = _pbs(place.launcher, Path(environment["PBS_NODEFILE"]))
+    elif not place.nodes:
+        nodes = _allocated(environment)
+        place = replace(place, nodes=nodes, ranks=sum(node.ranks for node in nodes))
     if place.nodes:
         options += _passed_on(place.launcher, environment)
     return replace(place, options=(*place.options, *options), program=program)
@@ -220,13 +221,53 @@ def _host(word: str) -> LaunchHost:
     return LaunchHost(name, int(ranks or 0))
 
 
-def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
+def _allocated(environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
+    """Return the nodes of an allocation of PBS, LSF or Flux, or () outside of such an allocation.
+
+    PBS and LSF say how many ranks each node takes. Flux names only the nodes, so `ranks` is 0.
+    Raise InputError if the scheduler's list of nodes cannot be read.
+    """
+    if "PBS_NODEFILE" in environment:
+        return _pbs(Path(environment["PBS_NODEFILE"]))
+    if "LSB_MCPU_HOSTS" in environment:
+        return _lsf(environment["LSB_MCPU_HOSTS"])
+    if "FLUX_URI" in environment:
+        return _flux(environment)
+    return ()
+
+
+def _pbs(node_file: Path) -> tuple[LaunchHost, ...]:
+    """Return the nodes in a file that has one line for each rank of a node."""
     try:
         lines = Counter(read_file(node_file).decode(errors="replace").split())
     except OSError as error:
         raise InputError(f"PBS_NODEFILE {node_file}: {error.strerror}") from None
-    nodes = tuple(LaunchHost(name, count) for name, count in lines.items())
-    return LaunchPlace(launcher, nodes, ranks=lines.total())
+    return tuple(LaunchHost(name, count) for name, count in lines.items())
+
+
+def _lsf(hosts: str) -> tuple[LaunchHost, ...]:
+    """Return the nodes in LSF's text "host1 4 host2 4": the name of each node, followed by its
+    number of ranks."""
+    words = hosts.split()
+    names, counts = words[::2], words[1::2]
+    if len(names) != len(counts) or not all(count.isdecimal() for count in counts):
+        raise InputError(f"LSB_MCPU_HOSTS {hosts}: legal: host1 4 host2 4")
+    return tuple(LaunchHost(*host) for host in zip(names, map(int, counts), strict=True))
+
+
+def _flux(environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
+    """Return the nodes of the Flux instance in which the program runs. Flux sets no variable with
+    their names for the program of `flux alloc` and `flux batch` (flux-environment(7)), but the
+    command `flux hostlist` prints the names."""
+    command = ["flux", "hostlist", "--expand", "local"]
+    try:
+        asked = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
+    except OSError as error:
+        raise InputError(f"FLUX_URI is set, but flux: {error.strerror}; legal: --hosts") from None
+    if asked.returncode or not asked.stdout.split():
+        why = (asked.stderr.strip().splitlines() or ["it printed no host"])[-1]
+        raise InputError(f"{' '.join(command)}: {why}; legal: --hosts")
+    return tuple(LaunchHost(name) for name in asked.stdout.split())
 
 
 def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:

@@ -30,7 +30,7 @@ class Completed:
     """A training step that all ranks have completed: its number (from 1 on), its result and its
     duration."""
 
-    step: int
+    number: int
     result: StepResult
     elapsed_s: float
 

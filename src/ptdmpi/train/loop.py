@@ -160,7 +160,7 @@ class Loop:
         """Write the record of a step. Then validate and save a checkpoint if this is due or
         requested. Return the requests (to stop or save) that the ranks have received so far.
         """
-        step = done.step
+        step = done.number
         # In a vote, all ranks exchange their requests to stop or save. Vote before the record is
         # written, because the vote also computes the greatest peak memory of all ranks, which the
         # record contains. If the next step's data cannot be read, all ranks save this step and end.
@@ -212,12 +212,12 @@ class Loop:
         """Write the record of a step, and the step's line in the log."""
         course = self.feed.course
         values = {
-            "tokens": course.tokens(done.step),
-            **course.drawn(done.step),
+            "tokens": course.tokens(done.number),
+            **course.drawn(done.number),
             "peak_memory_bytes": asked.peak_memory_bytes,
             "vocab_size": self.feed.vocab_size,
         }
-        slow = self.lookout.slow_ranks(done.step)
+        slow = self.lookout.slow_ranks(done.number)
         if slow:
             values["slow_ranks"] = slow
         self.journal.step(done, self.lookout.usual_s(done.elapsed_s), **values)

@@ -316,7 +316,7 @@ def _unfinished(accounts: list[Account], step: int) -> Completed | None:
         return None  # a rank concludes a step only after all ranks have completed it
     for account in accounts:
         done = account.completed
-        if account.step == step and done is not None and done.step == step:
+        if account.step == step and done is not None and done.number == step:
             return done
     return None
 

@@ -38,11 +38,11 @@ class Run:
 
         run = ptdmpi.Run("config.toml", {"run.steps": 100})
         for step in run:
-            if step.step % 50 == 0:
+            if step.number % 50 == 0:
                 run.validate()
                 run.save()
 
-    Each item is a `Completed` step with its number (from 1), its `result` (loss, gradient norm,
+    Each item is a `Completed` step with its `number` (from 1), its `result` (loss, gradient norm,
     ...) and its duration in seconds. A step is yielded after its record is written, and after the
     validation and the save that the configuration asks for. A program may leave the loop early, but
     all ranks must leave it after the same step. The progress since the last checkpoint is then

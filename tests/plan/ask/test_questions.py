@@ -1,6 +1,7 @@
 """Ranks, networks and sweeps on small machines, and the command in front of all questions."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from ptdmpi.commands.ask import command
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.ask import network, ranks, sweep
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.search.search import search
@@ -139,6 +141,18 @@ def test_every_question_has_words_numbers_and_a_picture(question, tmp_path):
     assert told.exit_code == 0 and told.stdout.count("\n") > 2
     assert picture.stat().st_size > 5000
     assert json.loads(ask(question, *QUESTIONS[question], "--json").stdout)
+
+
+@pytest.mark.parametrize("logarithmic", ["", "xy"])
+def test_pictures_separate_thousands(tmp_path, logarithmic):
+    """On linear and on logarithmic axes, and without a power of ten at the end of an axis."""
+    points = [(10e3, 1.0e6), (20e3, 1.2e6)]
+    line = Panel("ranks", "rank-hours", {"cost": points}, logarithmic=logarithmic)
+    small = Panel("ranks", "MFU", {"MFU": [(1, 0.60), (2, 0.65)]})
+    Reply("", (), {}, "", [line, small]).draw(tmp_path / "a.svg")
+    labels = re.findall("<!-- (.*?) -->", (tmp_path / "a.svg").read_text())
+    assert {"10,000", "20,000", "1,000,000", "0.60"} <= set(labels), labels
+    assert not any("e" in text for text in labels if text[0].isdigit())
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,24 @@ def test_the_simplest_of_almost_equal_layouts_is_first():
     assert times[len(near) :] == sorted(times[len(near) :])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "ranks", "batch", "layout", "recompute"),
+    [
+        ("gpt3-1.3b", 64, 64, "t=1,p=1,d=64,v=1,b=1", "none"),
+        ("gpt3-175b", 1024, 1536, "t=4,p=8,d=32,v=6,b=2", "selective"),
+    ],
+)
+def test_the_fastest_of_all_that_fit_is_the_recorded_layout(model, ranks, batch, layout, recompute):
+    """Without headroom and without a preference for simple layouts. A change of the cost model may
+    change these layouts, and must then say so."""
+    asked = ("--model", model, "--cluster", "selene", "--ranks", str(ranks), "--batch", str(batch))
+    (first, *_) = planned(*asked, "--precision", "fp16", "--headroom", "0", "--order", "best")[
+        "layouts"
+    ]
+    assert (first["layout"], first["recompute"]) == (layout, recompute)
+
+
 def test_a_search_keeps_memory_free_and_a_given_layout_fits_all_the_same():
     """One of the best layouts of this model fills 98 % of an A100."""
     asked = ("--model", "gpt3-1.3b", "--cluster", "selene", "--ranks", "4", "--batch", "64")

@@ -8,6 +8,8 @@ and NCCL on NVIDIA's GPUs (`comm.wires.preferred`). With the `mpi` transport, th
 added in ascending order of ranks.
 """
 
-from ptdmpi.comm.c10d.start import register
+from ptdmpi.comm.c10d.start import mesh_of, register
+
+__all__ = ["mesh_of"]
 
 register()

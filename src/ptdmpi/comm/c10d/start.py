@@ -5,14 +5,22 @@ the key-value store works over MPI.
 import atexit
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
 from ptdmpi.comm import launch
 from ptdmpi.comm.c10d.group import BACKEND, TransportGroup
+
+if TYPE_CHECKING:
+    from ptdmpi.comm.world import Axes
+
+# the dimensions of a run's DeviceMesh; the ranks along the last one are neighbours
+MESH = ("pipeline", "data", "context", "tensor")
 
 
 class MpiSession:
@@ -81,6 +89,29 @@ def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
     torch.distributed calls this function as a rendezvous handler."""
     session = MpiSession.begun()
     yield session.store, session.world.rank, session.world.size
+
+
+def mesh_of(axes: "Axes") -> DeviceMesh:
+    """Return the process grid of a run (`Run.axes`) as a DeviceMesh of torch with four dimensions:
+    "pipeline", "data", "context" and "tensor". Each has the ranks of the communicator of the same
+    name: `mesh.get_group("data")` has the ranks of `axes["data"]`.
+
+    All ranks call this function. If torch.distributed has not been started yet, it is started with
+    the backend "ptdmpi". The groups of the mesh have communicators of their own, so their messages
+    cannot be confused with those of the run. Raises ValueError if torch.distributed has another
+    number of ranks than the run.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND)
+    grid = axes.grid
+    if dist.get_world_size() != grid.size:
+        raise ValueError(
+            f"the run has {grid.size} ranks, and torch.distributed has {dist.get_world_size()}"
+        )
+    # tensor ranks are neighbours, so "tensor" is the last dimension of the mesh
+    ranks = torch.arange(grid.size).view([axes[name].size for name in MESH])
+    device = MpiSession.begun().world.device()
+    return DeviceMesh(device.type, ranks, mesh_dim_names=MESH)
 
 
 def register() -> None:

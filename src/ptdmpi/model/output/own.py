@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin, users_code
@@ -51,14 +52,28 @@ class LossInput:
         shifted = wide - top[..., None]
         return shifted - self.sum_over_vocabulary(shifted.exp().sum(-1)).log()[..., None]
 
-    def log_probabilities(self, log_softmax: Tensor | None = None) -> Tensor:
-        """Return the log-probability of each label [s, b]. `log_softmax` may be the result of the
-        method `log_softmax`; None means that this method computes it."""
+    def log_probabilities(
+        self, log_softmax: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
+        """Return the log-probability of each id in `ids`, in the shape of `ids`: [s, b], or
+        [s, b, k] for k ids at each position. None means the labels. All tensor ranks must give the
+        same ids. `log_softmax` may be the result of the method `log_softmax`; None means that this
+        method computes it."""
         logs = self.log_softmax() if log_softmax is None else log_softmax
-        columns = self.batch.labels - self.first_column
+        asked = self.batch.labels if ids is None else ids
+        columns = asked.reshape(*logs.shape[:-1], -1) - self.first_column  # [s, b, k]
         here = (columns >= 0) & (columns < logs.shape[-1])
-        own = logs.gather(-1, columns.clamp(0, logs.shape[-1] - 1)[..., None])[..., 0]
-        return self.sum_over_vocabulary(own * here)
+        own = logs.gather(-1, columns.clamp(0, logs.shape[-1] - 1))
+        return self.sum_over_vocabulary(own * here).view(asked.shape)
+
+    def gather(self, columns: Tensor) -> Tensor:
+        """Return the values at all columns of the vocabulary [..., V]. `columns` [..., V/t] has the
+        values at this rank's columns, such as the logits or the result of `log_softmax`. The result
+        is equal on all tensor ranks, and each of them stores all V values."""
+        own = columns[..., : max(0, self.vocab_size - self.first_column)]
+        before = min(self.first_column, self.vocab_size)
+        after = self.vocab_size - before - own.shape[-1]
+        return self.sum_over_vocabulary(functional.pad(own, (before, after)))
 
     def sum_over_vocabulary(self, values: Tensor) -> Tensor:
         """Return the sum of `values` over the tensor axis. `values` may have any shape, and must be

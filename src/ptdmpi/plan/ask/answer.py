@@ -12,6 +12,7 @@ from ptdmpi.plan.show.table import lines
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
 MOST_INSIDE = 2  # If a panel has more lines than this, the legend is outside the panel.
 LETTERS_PER_PANEL = 56  # Maximum number of letters in a line of the title, per panel.
+MOST_SHORT = 1e8  # Labels below this have no power of ten.
 # If the end of a logarithmic axis exceeds this many times its start, the labels are powers of ten.
 MOST_PLAIN = 300
 
@@ -81,15 +82,16 @@ def _draw(panel: Panel, axes: Any) -> None:
     if panel.bars:
         names = list(panel.bars)
         axes.barh(names[::-1], [panel.bars[name] for name in names[::-1]], color=COLORS[0])
-    if "x" in panel.logarithmic:
-        axes.set_xscale("log")
-        _label_plainly(axes.xaxis)
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        if name in panel.logarithmic:
+            axes.set(**{f"{name}scale": "log"})
+            _label_plainly(axis)
     heights = [up for points in panel.lines.values() for _, up in points]
-    if "y" in panel.logarithmic:
-        axes.set_yscale("log")
-        _label_plainly(axes.yaxis)
-    elif heights and 2 * min(heights) < max(heights):
+    if "y" not in panel.logarithmic and heights and 2 * min(heights) < max(heights):
         axes.set_ylim(bottom=0)
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        if name not in panel.logarithmic:
+            _separate_thousands(axis)
     style: dict[str, Any] = {"color": "#777777", "linestyle": "--", "linewidth": 1}
     if panel.level is not None:
         axes.axhline(panel.level[0], label=panel.level[1], **style)
@@ -116,8 +118,24 @@ def _label_plainly(axis: Any) -> None:
     if high > MOST_PLAIN * low:
         return
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_major_formatter(FuncFormatter(_with_separators))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _separate_thousands(axis: Any) -> None:
+    """Label a linear axis from 1,000 on with all digits, separated by thousands.
+
+    By default, matplotlib prints 12000, and from 10^6 on it writes a power of ten at the end of the
+    axis. An axis whose labels would be too long keeps matplotlib's labels.
+    """
+    from matplotlib.ticker import FuncFormatter
+
+    if 1000 <= axis.get_view_interval()[1] < MOST_SHORT:
+        axis.set_major_formatter(FuncFormatter(_with_separators))
+
+
+def _with_separators(value: float, _: int | None) -> str:
+    return f"{value:,.10g}"
 
 
 def _legend_place(panel: Panel) -> dict[str, Any]:

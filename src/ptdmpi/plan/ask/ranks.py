@@ -204,7 +204,7 @@ def _reply(
                 "ranks",
                 "rank-hours",
                 {"rank-hours": [(known.ranks, known.rank_hours) for known in costs]},
-                mark=(best.ranks, f"cheapest{in_time}: {best.ranks}"),
+                mark=(best.ranks, f"cheapest{in_time}: {best.ranks:,}"),
                 logarithmic="x",
             ),
         ],

@@ -65,7 +65,7 @@ class Journal:
         result = done.result
         rates = self.rates.of(done.elapsed_s)
         self.keep(
-            step=done.step,
+            step=done.number,
             loss=result.loss,
             **recorded(result.losses),
             grad_norm=result.grad_norm,
@@ -86,9 +86,9 @@ class Journal:
             **values,
         )
         steps = self.config.run.steps
-        is_last = done.step == steps
-        if is_last or done.step % self.config.log.every_steps == 0:
-            left_s = (steps - done.step) * usual_s
+        is_last = done.number == steps
+        if is_last or done.number % self.config.log.every_steps == 0:
+            left_s = (steps - done.number) * usual_s
             line = _step_line(done, steps, rates, left_s)
             # the last line is a result, so it is printed even with --quiet
             self.directory.say(line, shown=is_last or not quiet())
@@ -130,7 +130,7 @@ def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left
     seconds."""
     result = done.result
     parts = [
-        f"step {done.step:>{len(str(steps))}}/{steps}",
+        f"step {done.number:>{len(str(steps))}}/{steps}",
         f"loss {result.loss:7.4f}",
         f"grad norm {result.grad_norm:6.3f}",
         *_method_parts(result),

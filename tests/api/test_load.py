@@ -1,0 +1,136 @@
+"""`ptdmpi.load` and `ptdmpi.open_shards`: what they return, and what they refuse."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import ptdmpi
+from data_prep.vocabulary import BYTES_SHA256
+from ptdmpi.base.plugins import name_of
+from ptdmpi.config import InputError
+from ptdmpi.data.shard_writer import ShardWriter
+from tests._configs import layout
+from tests._own import gained
+from tests._stored import stored
+from tests.api.test_own import made
+from tests.parallel import parallel
+
+VOCAB_SIZE = 257  # of the tokenizer of bytes
+LAYOUTS = {1: [None], 2: [None, "t=2", "p=2"]}
+LENGTH = 4
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A directory of two shards; the tokens 0 to 24 are in ascending order."""
+    for number, (first, size) in enumerate(((0, 14), (14, 11))):
+        path = tmp_path / f"shard-{number:05d}.h5"
+        with ShardWriter(path, "t", "0" * 64, vocab_size=53, eod_id=52) as writer:
+            writer.write(np.arange(first, first + size), np.array([size]))
+    return tmp_path
+
+
+def test_samples_of_shards_are_a_data_set_of_torch(shards):
+    samples = ptdmpi.open_shards(shards, LENGTH)
+    starts = [0, 4, 8, 14, 18]  # no sample crosses the border of the shards
+    assert isinstance(samples, torch.utils.data.Dataset) and len(samples) == len(starts)
+    for number, first in enumerate(starts):
+        sample = samples[number]
+        assert sample.keys() == {"input_ids", "labels"}
+        assert sample["input_ids"].dtype == sample["labels"].dtype == torch.int64
+        assert sample["input_ids"].tolist() == list(range(first, first + LENGTH))
+        assert sample["labels"].tolist() == list(range(first + 1, first + 1 + LENGTH))
+    assert torch.equal(samples[-1]["labels"], samples[4]["labels"])
+    assert torch.equal(samples[-5]["labels"], samples[0]["labels"])
+    for number in (5, -6):
+        with pytest.raises(IndexError, match=f"sample {number} of 5"):
+            samples[number]
+    (batch,) = DataLoader(samples, batch_size=5)
+    assert batch["labels"].shape == (5, LENGTH) and batch["input_ids"][:, 0].tolist() == starts
+
+
+def test_a_folder_without_samples_is_refused(shards):
+    folder = shards
+    (folder / "empty").mkdir()
+    for path, length, text in (
+        (folder / "nowhere", LENGTH, "no such directory"),
+        (folder / "empty", LENGTH, "empty"),
+        (folder, 14, "14"),
+    ):
+        with pytest.raises(InputError, match=text) as error:
+            ptdmpi.open_shards(path, length)
+        assert "\n" not in str(error.value)
+
+
+@parallel(ranks=[1, 2])
+def test_a_loaded_model_answers_alike_in_every_layout(comm, tmp_path):
+    usual = sys.excepthook
+    if comm.rank == 0:
+        stored(tmp_path / "run", VOCAB_SIZE)
+    comm.Barrier()
+    ids = [97, 98, 99, 0, 256]
+    seen = []
+    for where in LAYOUTS[comm.size]:
+        model = ptdmpi.load(tmp_path / "run", layout=where, tokenizer="bytes")
+        assert model.encode("abc") == ids[:3] and model.decode(ids[:3]) == "abc"
+        assert model.checkpoint.name == "step-00000007" and model.config.model.layers == 2
+        options = {"max_new_tokens": 5, "temperature": 1.5}
+        texts = model.generate(["ab", "c"], seed=3, **options)
+        assert model.generate("ab", seed=3, **options) == texts[:1]
+        assert model.generate(["ab", "c"], seed=4, **options) != texts
+        values = model.log_probabilities(ids)
+        assert len(values) == len(ids) - 1
+        with pytest.raises(InputError, match="1 ids; legal: 2 to 17"):
+            model.log_probabilities([1])
+        with pytest.raises(InputError, match="18 ids; legal: 2 to 17"):
+            model.log_probabilities([1] * 18)
+        with pytest.raises(TypeError, match="beams"):
+            model.generate("a", beams=2)
+        seen.append((texts, values))
+    for texts, values in seen:
+        assert texts == seen[0][0] and values == pytest.approx(seen[0][1], rel=1e-5)
+        assert comm.bcast((texts, values)) == (texts, values)
+    if comm.size == 1:
+        inner = model.model
+        logits = inner.stages[0].head(inner.hidden(torch.tensor(ids[:-1])[:, None]))[:, 0]
+        logs = logits[:, :VOCAB_SIZE].log_softmax(-1)
+        assert values == pytest.approx(logs[range(4), ids[1:]].tolist(), rel=1e-5)
+    with pytest.raises(InputError, match="nowhere"):
+        ptdmpi.load(tmp_path / "nowhere")
+    sys.excepthook = usual
+
+
+@parallel(ranks=[2])
+def test_a_sublayer_of_ones_own_goes_into_another_layout_and_is_loaded(comm, tmp_path):
+    usual = sys.excepthook
+    keys = {"model.sublayers": ["attention", name_of(gained), "mlp"], "run.steps": 4}
+    if comm.rank == 0:
+        (tmp_path / "train").mkdir()
+        path = tmp_path / "train/shard-00000.h5"
+        with ShardWriter(path, "bytes", BYTES_SHA256, vocab_size=VOCAB_SIZE, eod_id=256) as writer:
+            writer.write(np.random.default_rng(1).integers(0, 256, 4000), np.array([4000]))
+    whole = [step.result.loss for step in made(comm, tmp_path, keys | layout(t=2))]
+    keys["run.dir"] = str(tmp_path / "moved")
+    run = made(comm, tmp_path, keys | layout(t=2))
+    for step in run:
+        if step.number == 2:
+            checkpoint = run.save()
+            break
+    assert "gained.core.weight" in (checkpoint / "manifest.json").read_text()
+    rest = [step.result.loss for step in made(comm, tmp_path, keys | layout(p=2))]
+    assert rest == pytest.approx(whole[2:], rel=1e-5)
+    ids = [97, 98, 99, 0, 200]
+    seen = []
+    for where in LAYOUTS[2]:
+        for folder in ("run", "moved"):
+            model = ptdmpi.load(tmp_path / folder, layout=where, tokenizer="bytes")
+            stages = torch.nn.ModuleList(model.model.stages.values())
+            assert any("gained.core.weight" in name for name, _ in stages.named_parameters())
+            seen.append(model.log_probabilities(ids))
+            assert len(model.generate("ab", max_new_tokens=3)) == 1
+    for values in seen:
+        assert values == pytest.approx(seen[0], rel=1e-4)
+    sys.excepthook = usual

@@ -19,6 +19,7 @@ IN_TRITON = {
     "gated": "SwiGLU",
     "dropout": "dropout",
     "rope": "RoPE",
+    "update": "AdamW",
 }
 
 

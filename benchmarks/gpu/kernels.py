@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.timing import Row, seconds_of
@@ -18,12 +19,13 @@ from ptdmpi.config import ModelConfig, OptimizerConfig
 from ptdmpi.engine.offload import Alike
 from ptdmpi.engine.updates import update, update_in_one_pass
 from ptdmpi.model.kernels import USUAL, Kernels, agreement
-from ptdmpi.model.kernels.activation import gated
+from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.kernels.compiler import missing_for_triton
 from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.kernels.rope import rotate
+from ptdmpi.model.kernels.wide import sum_of_rows
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -127,6 +129,43 @@ def rms_norm_in_triton(x: Tensor, weight: Tensor) -> Tensor:
     return add_and_normalize(x, None, weight, None, eps=1e-5)[1]
 
 
+class BiasGradient(Function):
+    """The part of a linear layer's function that computes the gradient of its bias: the sum of the
+    outputs' gradient over all rows. (The matrix product itself adds the bias, which is zero in this
+    measurement.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return x."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """Return the gradient of x, and sum it over the rows."""
+        sum_of_rows(dy.flatten(0, -2), torch.float32)
+        return dy
+
+
+class GeluInTriton(Function):
+    """GELU of x + bias by ptdmpi's kernels in Triton, which also compute the bias's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        """Return GELU's tanh form of x + bias."""
+        from ptdmpi.model.kernels.fused import gelu as fused
+
+        ctx.save_for_backward(x, bias)
+        return fused.forward(x, bias, exact=False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
+        from ptdmpi.model.kernels.fused import gelu as fused
+
+        x, bias = ctx.saved_tensors
+        return fused.backward(x, bias, dy, exact=False, trains=True)[0], None
+
+
 def dropout_formula(x: Tensor, keep: Tensor) -> Tensor:
     """Return dropout of `x` [tokens, batch, hidden] with the bool mask `keep` [tokens, batch,
     hidden]."""
@@ -176,6 +215,13 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
         swiglu_formula,
         (opened,),
         lambda x: gated(x, "swiglu", IN_TRITON),
+    )
+    yield SmallKernel(
+        "GELU",
+        lambda x, bias: gelu(BiasGradient.apply(x), "gelu"),
+        lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+        (torch.randn(s, b, model.ffn_hidden), torch.zeros(model.ffn_hidden)),
+        GeluInTriton.apply,
     )
     hidden = torch.randn(s, b, model.hidden)
     yield SmallKernel(

@@ -20,6 +20,7 @@ IN_TRITON = {
     "dropout": "dropout",
     "rope": "RoPE",
     "update": "AdamW",
+    "gelu": "GELU",
 }
 
 

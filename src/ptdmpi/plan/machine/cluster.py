@@ -103,7 +103,7 @@ class Host(FrozenTable):
 
 # The kinds of kernels that can be computed in Triton: the names of their files in
 # `model/kernels/fused/`, and their names in presets/kernels.toml.
-TritonKind = Literal["loss", "norm", "gated", "dropout", "rope", "update"]
+TritonKind = Literal["loss", "norm", "gated", "dropout", "rope", "update", "gelu"]
 
 
 class Software(FrozenTable):

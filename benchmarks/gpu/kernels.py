@@ -10,18 +10,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.timing import Row, seconds_of
 from ptdmpi.comm.world import World
-from ptdmpi.config import ModelConfig
+from ptdmpi.config import ModelConfig, OptimizerConfig
+from ptdmpi.engine.offload import Alike
+from ptdmpi.engine.updates import update, update_in_one_pass
 from ptdmpi.model.kernels import USUAL, Kernels, agreement
-from ptdmpi.model.kernels.activation import gated
+from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.kernels.compiler import missing_for_triton
 from ptdmpi.model.kernels.dropout import drop_hidden
 from ptdmpi.model.kernels.fused import KINDS
 from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.kernels.rope import rotate
+from ptdmpi.model.kernels.wide import sum_of_rows
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -125,6 +129,43 @@ def rms_norm_in_triton(x: Tensor, weight: Tensor) -> Tensor:
     return add_and_normalize(x, None, weight, None, eps=1e-5)[1]
 
 
+class BiasGradient(Function):
+    """The part of a linear layer's function that computes the gradient of its bias: the sum of the
+    outputs' gradient over all rows. (The matrix product itself adds the bias, which is zero in this
+    measurement.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return x."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        """Return the gradient of x, and sum it over the rows."""
+        sum_of_rows(dy.flatten(0, -2), torch.float32)
+        return dy
+
+
+class GeluInTriton(Function):
+    """GELU of x + bias by ptdmpi's kernels in Triton, which also compute the bias's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        """Return GELU's tanh form of x + bias."""
+        from ptdmpi.model.kernels.fused import gelu as fused
+
+        ctx.save_for_backward(x, bias)
+        return fused.forward(x, bias, exact=False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
+        from ptdmpi.model.kernels.fused import gelu as fused
+
+        x, bias = ctx.saved_tensors
+        return fused.backward(x, bias, dy, exact=False, trains=True)[0], None
+
+
 def dropout_formula(x: Tensor, keep: Tensor) -> Tensor:
     """Return dropout of `x` [tokens, batch, hidden] with the bool mask `keep` [tokens, batch,
     hidden]."""
@@ -175,6 +216,13 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
         (opened,),
         lambda x: gated(x, "swiglu", IN_TRITON),
     )
+    yield SmallKernel(
+        "GELU",
+        lambda x, bias: gelu(BiasGradient.apply(x), "gelu"),
+        lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+        (torch.randn(s, b, model.ffn_hidden), torch.zeros(model.ffn_hidden)),
+        GeluInTriton.apply,
+    )
     hidden = torch.randn(s, b, model.hidden)
     yield SmallKernel(
         "RMSNorm",
@@ -211,7 +259,8 @@ def small_kernels(
     operations of its formula one after the other ("formula"), and for Inductor, which fuses these
     operations. It also has a row for ptdmpi's kernel in Triton, if there is such a kernel and
     Triton is available. A row has the seconds, and the difference from the result of the formula in
-    float32."""
+    float32. The last rows are those of AdamW's update."""
+    in_triton = device.type == "cuda" and not missing_for_triton()
     for kernel in _small(model, micro_size, vocab_size):
         wide = [tensor.to(device) for tensor in kernel.inputs]
         exact = kernel.formula(*wide)
@@ -221,11 +270,15 @@ def small_kernels(
             "formula": kernel.formula,
             "Inductor": timing.compiled(kernel.formula),
         }
-        if kernel.triton is not None and device.type == "cuda" and not missing_for_triton():
+        if kernel.triton is not None and in_triton:
             ways["Triton"] = kernel.triton
         for way, function in ways.items():
             measure = partial(_forward_and_backward, device, function, inputs, exact)
             yield f"{kernel.name}, {way}", measure
+    updated = 2 * model.hidden * model.ffn_hidden
+    yield "AdamW, ours", lambda: _update(update_by_torch, updated, device)
+    if in_triton:
+        yield "AdamW, Triton", lambda: _update(update_in_triton, updated, device)
 
 
 def _forward_and_backward(
@@ -241,3 +294,48 @@ def _forward_and_backward(
 
     apart = _distance(function(*inputs), exact)
     return {"s": seconds_of(work, device), "apart": apart}
+
+
+RULE = OptimizerConfig()  # The optimizer whose update is measured.
+RATE, CLIPPED = 1e-3, 0.5  # The learning rate, and the factor of the gradients.
+
+
+def update_by_torch(group: Alike, updates: Tensor) -> None:
+    """Clip the gradients, do the update of AdamW, write the weights and set the gradients to zero,
+    by torch's operations. `updates` (float32 scalar) is the number of earlier updates."""
+    torch._foreach_mul_(group.gradients, CLIPPED)
+    update(RULE, group, RATE, updates)
+    for weights, masters, gradients in zip(
+        group.weights, group.masters, group.gradients, strict=True
+    ):
+        weights.copy_(masters)
+        gradients.zero_()
+
+
+def update_in_triton(group: Alike, updates: Tensor) -> None:
+    """Do the same as `update_by_torch` for a first update, by ptdmpi's kernel in Triton."""
+    update_in_one_pass(RULE, group, RATE, 0, factor=CLIPPED)
+
+
+def _update(
+    work: Callable[[Alike, Tensor], None], elements: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the row of an update of `elements` master weights in float32, and of weights in
+    bfloat16. The master weights are zero at first, so that the difference is one of the update."""
+    updates = torch.zeros((), device=device)
+    gradient = torch.randn(elements).to(device)
+    flats = [torch.zeros(elements, device=device) for _ in range(4)]
+    # the first moment divided by the root of the second moment is then the sign of the gradient
+    small = CLIPPED * gradient
+    exact = -RATE * small / (small.abs() + RULE.eps)
+    flats[1].copy_(gradient)
+    group = Alike(
+        masters=[flats[0]],
+        weights=[flats[0].bfloat16()],
+        gradients=[flats[1]],
+        moments=([flats[2]], [flats[3]]),
+        decay=RULE.weight_decay,
+    )
+    work(group, updates)
+    apart = _distance(group.weights[0], exact)
+    return {"s": seconds_of(lambda: work(group, updates), device), "apart": apart}

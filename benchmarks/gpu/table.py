@@ -19,6 +19,8 @@ IN_TRITON = {
     "gated": "SwiGLU",
     "dropout": "dropout",
     "rope": "RoPE",
+    "update": "AdamW",
+    "gelu": "GELU",
 }
 
 

@@ -244,6 +244,12 @@ class OptimizerConfig(Section):
         return ("exp_avg",)
 
     @property
+    def has_one_pass(self) -> bool:
+        """Return True if a kernel in Triton can do the complete update of this optimizer
+        (`model/kernels/fused/update.py`)."""
+        return self.kind == "adamw"
+
+    @property
     def has_matrices(self) -> bool:
         """Return True if the optimizer can update a matrix of a layer only if it has the complete
         matrix, as Muon does.

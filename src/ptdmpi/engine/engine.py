@@ -258,7 +258,7 @@ class Engine:
         ]
         self.policy.begin_step()
         self.scales.begin()
-        self.buffer.gradients.zero_()
+        self.optimizer.clear()
         self.runner.run(self.schedule, self.program, passes, watch)
         counts = self._with_own_count(counts, passes)
         return passes, counts, self.loss_scale.value * ((counts[TASK] or 1.0) / tokens)

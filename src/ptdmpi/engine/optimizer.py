@@ -14,10 +14,10 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Communicator, OneRank
 from ptdmpi.config import OptimizerConfig, PrecisionConfig, RateGroup, SharedInputError
 from ptdmpi.config.mup import learning_rate_factor
-from ptdmpi.config.sections import AVERAGE, MOMENTUM
+from ptdmpi.config.sections import AVERAGE, MOMENTUM, WEIGHTS
 from ptdmpi.engine.muon import Matrix, Muon, is_matrix
 from ptdmpi.engine.offload import Alike, HostUpdate
-from ptdmpi.engine.updates import update
+from ptdmpi.engine.updates import update, update_in_one_pass
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.model.kernels import Kernels
@@ -100,6 +100,12 @@ class Optimizer:
 
     The master weights, the moments and the number of updates belong to `state`. If these tensors
     are not on the device, the host does the update, and `writes_weights` is True.
+
+    If the run computes kernels of the kind "update" in Triton, AdamW's update is one pass over
+    memory, which also clips the gradients, writes the weights, and sets the gradients to zero. The
+    separate operations do the update in three cases: with another optimizer, if the host does the
+    update, and if replicas may differ, because such methods change the master weights after the
+    update, and use the memory of the gradients.
     """
 
     def __init__(
@@ -124,16 +130,33 @@ class Optimizer:
         apart = buffer.storage.apart
         self._host = HostUpdate(buffer.storage, self._groups) if apart else None
         self._muon = Muon(config, _matrices(config, state, rates), buffer, tensor or OneRank())
+        self._in_one_pass = False
+        # True between an update that sets the gradients of `_groups` to zero, and the next step
+        self._groups_are_zero = False
 
     def compute_by(self, kernels: Kernels) -> None:
-        """Use `kernels` for matrix products from now on."""
+        """Use `kernels` for matrix products and, if it can, for the update from now on."""
         self._muon.kernels = kernels
+        differs = self.state.kinds[WEIGHTS].kept.differs
+        able = self.config.has_one_pass and self._host is None and not differs
+        self._in_one_pass = able and kernels.by_triton("update")
 
     @property
     def writes_weights(self) -> bool:
         """Return True if `step` writes this rank's weights, too, and not only its master
         weights."""
-        return self._host is not None
+        return self._host is not None or self._in_one_pass
+
+    def clear(self) -> None:
+        """Set the gradients of the buffer to zero before a step. Gradients that the last update has
+        set to zero are not written again."""
+        left = [self.state.buffer.gradients]
+        if self._groups_are_zero:
+            parts = [part for group in self._groups for part in group.gradients]
+            left = _rest(left[0], parts)
+        for part in left:
+            part.zero_()
+        self._groups_are_zero = False
 
     def expect(self, scale: float) -> None:
         """Divide the gradients by `scale`, the factor by which the gradient of the mean loss was
@@ -149,7 +172,8 @@ class Optimizer:
         """Clip the gradients by `norm`, their global norm, and update the master weights.
         `State.changed` copies the master weights to the weights later. If `writes_weights` is True,
         this method already updates this rank's weights, and `State.changed` updates only the
-        weights of other ranks. Raise OSError if the disk with the state fails.
+        weights of other ranks. The gradients are undefined afterwards. Raise OSError if the disk
+        with the state fails.
 
         Clipping uses the same arithmetic as torch.nn.utils.clip_grad_norm_.
         """
@@ -160,16 +184,21 @@ class Optimizer:
             # device
             known = torch.tensor(norm, dtype=self.gradients[0].dtype)
             factor = torch.clamp(self.config.clip_norm / (known + 1e-6), max=1.0).item()
-            if factor != 1.0 and self._host is None:
+            if factor != 1.0 and self._host is None and not self._in_one_pass:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
         # Adam corrects the bias of its moments by the number of updates, which `counters` has. This
         # number does not include skipped steps, and is stored in checkpoints.
-        self._updates.fill_(counters.updates)
-        for group in self._groups if self._host is None else self._host.parts(factor):
-            update(self.config, group, rate, self._updates)
-        self._muon.step(rate)
+        if self._in_one_pass:
+            for group in self._groups:
+                update_in_one_pass(self.config, group, rate, counters.updates, factor=factor)
+            self._groups_are_zero = True
+        else:
+            self._updates.fill_(counters.updates)
+            for group in self._groups if self._host is None else self._host.parts(factor):
+                update(self.config, group, rate, self._updates)
+            self._muon.step(rate)
         counters.updates += 1
 
 
@@ -298,6 +327,17 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
         if any(fnmatchcase(name, glob) for glob in group.names):
             return group
     return RateGroup(names=("*",))
+
+
+def _rest(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of the flat tensor `whole` that are not in `parts`, which are parts of
+    `whole` that do not overlap."""
+    rest, end = list[Tensor](), 0
+    for part in sorted(parts, key=Tensor.storage_offset):
+        start = int(part.storage_offset() - whole.storage_offset())
+        rest.append(whole[end:start])
+        end = start + len(part)
+    return [part for part in (*rest, whole[end:]) if len(part)]
 
 
 def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:

@@ -34,6 +34,26 @@ def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) 
             torch._foreach_lerp_(group.moments[-1], group.masters, 1 - config.ema_decay)
 
 
+def update_in_one_pass(
+    config: OptimizerConfig, group: Alike, rate: float, updates: int, *, factor: float
+) -> None:
+    """Do the update of AdamW by a kernel in Triton. The kernel also multiplies the gradients by
+    `factor` before the update, and afterwards writes the weights and sets the gradients to zero.
+    `rate` is the learning rate of the step, and `updates` is the number of earlier updates."""
+    from ptdmpi.model.kernels.fused import update as fused
+
+    step = fused.UpdateNumbers(factor, rate * group.share, group.decay, updates)
+    for number, (masters, gradients) in enumerate(zip(group.masters, group.gradients, strict=True)):
+        fused.update(
+            config,
+            masters,
+            gradients,
+            [parts[number] for parts in group.moments],
+            weights=group.weights[number] if group.weights else None,
+            step=step,
+        )
+
+
 def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
     """Do the update of AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2."""
     first, second = group.moments

@@ -4,9 +4,10 @@ functions raises TypeError if it gets the description of another kind of module.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.comm.communicator import OneRank
@@ -39,6 +40,19 @@ def linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear | 
     if isinstance(part, Linear) and part.split == "rows":
         return row_linear(parts, name, axis)
     return column_linear(parts, name, axis)
+
+
+@dataclass(frozen=True)
+class Product:
+    """The function of a linear layer with its adapters, in the transformer layer number `layer`."""
+
+    linear: ColumnParallelLinear | RowParallelLinear
+    layer: int
+
+    def __call__(self, x: Tensor, context: Any, **options: bool) -> Tensor:
+        """Return the outputs for the inputs x. `options` are those of the linear."""
+        outputs: Tensor = self.linear(x, context.of_adapters(self.layer), **options)
+        return outputs
 
 
 def added_linear(

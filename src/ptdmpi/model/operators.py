@@ -306,8 +306,7 @@ def _norm(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor
 
 def _product(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, Multiply)
-    linear = built.added_linear(owner, row, build.axis)
-    return lambda x, context: linear(x, context.of_adapters(build.layer))
+    return built.Product(built.added_linear(owner, row, build.axis), build.layer)
 
 
 def _heads(

@@ -320,8 +320,8 @@ class State:
 
     def gradients(self) -> Iterator[Piece]:
         """Yield the gradients as pieces: slices of logical tensors with their values. The pieces
-        have the same slices as the pieces of the weights. The gradients are not part of the
-        state."""
+        have the same slices as the pieces of the weights. The gradients are not part of the state.
+        After an update they are undefined, because a kernel of the update may set them to zero."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 

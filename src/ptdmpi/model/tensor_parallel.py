@@ -401,10 +401,14 @@ class ColumnParallelLinear(LayerLinear):
         self.weight = declare(axis.size, (sum(parts), inputs), init_std, split=split)
         self.bias = declared_bias(bias, axis.size, sum(parts), split=split)
 
-    def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, stream: RandomStream | None = None, *, adds_bias: bool = True
+    ) -> Tensor:
         """Return this rank's outputs [s, b, o/t]. `stream` is the random stream for the adapters'
-        dropout."""
+        dropout. If `adds_bias` is False, the outputs are without the bias, and the caller adds it
+        and its gradient."""
         layer = self.begun(stream)
+        layer.bias = self.bias if adds_bias else None
         return rescaled(ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
 
 

@@ -22,7 +22,7 @@ from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.routing import Chosen
 from ptdmpi.model.kernels import Computing, Kernels, compiler
 from ptdmpi.model.kernels.activation import gelu
-from ptdmpi.model.kernels.fused.steps import with_sums
+from ptdmpi.model.kernels.fused.steps import fused_steps
 from ptdmpi.model.kernels.norm import Norm
 from ptdmpi.model.latent.heads import LatentHeads
 from ptdmpi.model.operators import (
@@ -148,7 +148,7 @@ class Block(Computing):
         """Compute with these kernels from now on."""
         super().take(kernels)
         if self._compiled is None:
-            self.steps = with_sums(self.plain_steps, kernels)
+            self.steps = fused_steps(self.plain_steps, kernels)
 
     def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
         """Store the cosines and sines of the rotary angles; see the function `place_rotary`."""

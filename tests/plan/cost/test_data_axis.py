@@ -10,11 +10,12 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import QuantizeConfig
 from ptdmpi.plan.cost.memory import CHUNK_BYTES, MemoryModel
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import ModelPart
-from tests._configs import alike
+from tests._configs import alike, small
 
 CLUSTER, BATCH, V = load_cluster("dgx-h100"), 64, 51200
 MODEL = load_model("l=8,h=1024,a=16,tie_embeddings=false")
@@ -185,6 +186,39 @@ def test_the_update_is_shared_out():
     assert at[0] / 8 < at[1] < at[0] / 4 and at[2] == at[3] == pytest.approx(at[0] / 8, rel=0.01)
     hybrid = pricer.times.update.optimizer_s(Layout(1, 1, 8, zero=2, shard_group=2), 1e9)
     assert hybrid == pytest.approx(at[0] / 2, rel=0.01)
+
+
+def test_an_update_in_one_pass():
+    """38 bytes of a parameter instead of 50: the norm, and the pass; it also sets to zero the
+    gradients of its shard alone. Not of other optimizers, nor on the host."""
+    software = CLUSTER.software.model_copy(update={"triton": ("update",)})
+    cluster = CLUSTER.model_copy(update={"software": software})
+    other = RunMethod(one_pass=False)
+
+    def bytes_of(layout, method=None, cluster=cluster):
+        times = Pricer.of(cluster, MODEL, BATCH, "bf16", method=method).times
+        return times.update.optimizer_s(layout, 1e9) * times.machine.memory_rate / 1e9
+
+    plain, sharded = Layout(1, 1, 4), Layout(1, 1, 4, zero=1)
+    assert bytes_of(plain) == pytest.approx(4 + 34)
+    assert bytes_of(plain, cluster=CLUSTER) == pytest.approx(50)
+    assert bytes_of(plain, other) == pytest.approx(50)
+    assert bytes_of(sharded) == pytest.approx((4 + 34) / 4 + 3)
+    away = replace(plain, offload="optimizer")
+    assert bytes_of(away) == bytes_of(away, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "one_pass"),
+    [
+        ({}, True),
+        ({"optimizer.kind": "lion"}, False),
+        ({"optimizer.kind": "muon"}, False),
+        ({"data_parallel.method": "decentralized"}, False),
+    ],
+)
+def test_which_updates_have_one_pass(changes, one_pass):
+    assert RunMethod.of(small(changes, 2)).one_pass == one_pass
 
 
 def test_an_offloaded_optimizer_is_in_the_hosts_memory():

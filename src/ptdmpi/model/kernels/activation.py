@@ -22,6 +22,7 @@ from torch.autograd import Function
 from ptdmpi.model.kernels import USUAL, Computing, Kernels
 from ptdmpi.model.kernels.host import HALF_TYPES
 from ptdmpi.model.kernels.tanh_form import CUBE, SLOPE
+from ptdmpi.model.parameters import Parameter
 from ptdmpi.plan.layer.elementwise import Activate
 
 # The number of elements in a chunk of rows. The second implementation needs four float32 tensors
@@ -49,6 +50,13 @@ def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         return _Gelu.apply(x)
     return _opened_by_sigmoid(x)
+
+
+def gelu_with_bias(x: Tensor, bias: Parameter, activation: str) -> Tensor:
+    """Return GELU of x + b for x [..., w] and the bias b [w], computed in Triton. `activation` is
+    as in `gelu`. The backward adds the gradient of the bias to its `main_grad`."""
+    y: Tensor = _FusedGelu.apply(x, bias, activation)
+    return y
 
 
 def gated(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
@@ -215,6 +223,34 @@ class _Gated(Function):
                 dy * value, gate, approximate="tanh", grad_input=dgate
             )
         return dx, None
+
+
+class _FusedGelu(Function):
+    """GELU of the sum of the input and a bias. One kernel in Triton computes it, and another
+    computes its backward and partial sums of the gradient of the bias. For the backward the
+    function saves only its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Parameter, activation: str) -> Tensor:
+        from ptdmpi.model.kernels.fused import gelu as fused
+
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.bias, ctx.exact = bias, activation == "gelu_exact"
+        return fused.forward(x, bias, exact=ctx.exact)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        from ptdmpi.model.kernels.fused import gelu as fused
+
+        (x,) = ctx.saved_tensors
+        bias: Parameter = ctx.bias
+        dx, dbias = fused.backward(
+            x, bias, dy.contiguous(), exact=ctx.exact, trains=bias.requires_grad
+        )
+        if dbias is not None:
+            bias.accumulate(lambda total: total.add_(dbias))
+        return dx, None, None
 
 
 class _FusedGated(Function):

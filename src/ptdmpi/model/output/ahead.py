@@ -15,7 +15,7 @@ from ptdmpi.model import built
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.kernels import Computing, Kernels
-from ptdmpi.model.kernels.fused.steps import with_sums
+from ptdmpi.model.kernels.fused.steps import fused_steps
 from ptdmpi.model.operators import Build, Context, install, run
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.heads import TokenOutput
@@ -60,7 +60,7 @@ class Module(Computing):
     def take(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
         super().take(kernels)
-        self.steps = with_sums(self.plain_steps, kernels)
+        self.steps = fused_steps(self.plain_steps, kernels)
 
     def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
         """Store the cosines and sines of the rotary angles; see the function `place_rotary`."""

@@ -39,7 +39,7 @@ class StepTimes:
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
         self.method = method or RunMethod()
         self.data = DataAxis(self.machine, model)
-        self.update = UpdateTimes(self.machine, self.method.moments)
+        self.update = UpdateTimes(self.machine, self.method)
         self.memory = MemoryModel(
             model.config,
             model.vocab_size,

@@ -4,9 +4,17 @@ with its state in a file."""
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.precision import FLOAT32
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.dealt import Dealt
 from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, products
+
+
+def one_pass_bytes(moments: int, weight: int) -> int:
+    """Return the bytes per parameter that the Triton kernel of the update moves. The kernel reads
+    and writes the gradient, the master weight and the `moments` moments. It also writes the weight,
+    of `weight` bytes, unless the weight is itself the master weight, in float32."""
+    return 2 * (2 + moments) * FLOAT32.bytes + weight * (weight < FLOAT32.bytes)
 
 
 class UpdateTimes:
@@ -14,12 +22,14 @@ class UpdateTimes:
     always the number of parameters of one rank. If the state is sharded, the rank updates only its
     shard of these parameters."""
 
-    def __init__(self, machine: Machine, moments: int = 2) -> None:
-        """Store the machine. `moments` is the number of moments that the optimizer keeps per
-        parameter."""
-        self.moments = moments
+    def __init__(self, machine: Machine, method: RunMethod) -> None:
+        """Store the machine. `method` gives the number of moments that the optimizer keeps per
+        parameter, and says whether a kernel in Triton can do the complete update."""
+        self.moments = method.moments
         self.machine, self.cluster = machine, machine.cluster
-        self.gradient_bytes = self.cluster.software.gradient_bytes
+        software = self.cluster.software
+        self.gradient_bytes = software.gradient_bytes
+        self.one_pass = method.one_pass and "update" in software.triton
 
     def optimizer_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds of the optimizer's kernels on a rank with `elements` trained
@@ -27,10 +37,12 @@ class UpdateTimes:
 
         The kernels clear the gradients, divide them by the number of data ranks, and update this
         rank's shard. (This trainer needs no kernel for the division, because it divides the loss
-        instead.) Raises InputError if the cluster file lacks a rate that an offloaded update needs.
+        instead.) If one kernel in Triton does the update, it also clears the gradients of the
+        shard. Raises InputError if the cluster file lacks a rate that an offloaded update needs.
         """
         shard = elements / layout.shards
-        kernels = self._update_bytes()
+        one_pass = self.one_pass and layout.offload == "none"
+        kernels = self._update_bytes(one_pass)
         if layout.offload == "none":
             update_s = self.machine.update_s(shard, kernels)
         else:
@@ -38,7 +50,8 @@ class UpdateTimes:
         summed_only = layout.data == 1 or self.cluster.software.adds_in_place
         divided = 0 if summed_only else 2 * self.gradient_bytes
         held = elements / layout.sharing.gradient_shards
-        return update_s + self.machine.stream_s(held * (self.gradient_bytes + divided))
+        streamed = (held - shard * one_pass) * self.gradient_bytes + held * divided
+        return update_s + (self.machine.stream_s(streamed) if streamed else 0.0)
 
     def own_norm_s(self, elements: float, every: int) -> float:
         """Return the seconds per step, on average, that the norm of a rank's own gradient takes if
@@ -71,7 +84,7 @@ class UpdateTimes:
         ]
         return sum(made) + 2 * max(ways)
 
-    def _update_bytes(self) -> list[int]:
+    def _update_bytes(self, one_pass: bool) -> list[int]:
         """Return the bytes per parameter that each kernel of the update moves.
 
         There are up to six kernels: they convert the gradient to float32 (if it is in fp16 or
@@ -79,15 +92,18 @@ class UpdateTimes:
         it, run the optimizer, and copy the master weight to the weight (if the weight is in fp16 or
         bf16). The optimizer's kernel reads gradient, master weight and moments, and writes master
         weight and moments. In all, this kernel moves 7 float32 numbers per parameter for AdamW and
-        3 for SGD.
+        3 for SGD. If `one_pass` is True, one kernel in Triton scales the gradient, runs the
+        optimizer, writes the weight and clears the gradient.
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
+        if one_pass:
+            kernels = [w, one_pass_bytes(self.moments, weight)]
         if gradient < w:
             kernels.append(gradient + w)
         if self.machine.dtype == "fp16":
             kernels.append(2 * w)
-        if weight < w:
+        if weight < w and not one_pass:
             kernels.append(w + weight)
         return kernels
 

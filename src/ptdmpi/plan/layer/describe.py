@@ -207,8 +207,11 @@ def _feed_forward(
     tensor named "y", and the last operator writes the tensor named `value`."""
     model = build.model
     up, down = _linears(build, width)
+    first = build.product(f"{name}.up", up, "y", value)
+    # scales of (IA)^3 multiply the outputs after the bias
+    before_gelu = up.bias and model.gates == 1 and len(first.pairs) == len(first.adapters)
     return (
-        build.product(f"{name}.up", up, "y", value),
+        replace(first, before_gelu=before_gelu),
         Activate(
             name=f"{name}.activation",
             inputs=(value,),
@@ -216,6 +219,7 @@ def _feed_forward(
             function=model.activation,
             width=width,
             gates=model.gates,
+            bias=("trains" if first.linear.trains else "frozen") if before_gelu else "none",
         ),
         build.product(f"{name}.down", down, value, value),
     )

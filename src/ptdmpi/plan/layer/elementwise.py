@@ -3,6 +3,7 @@ and residual sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ptdmpi.plan.layer.account import Elementwise, Item, Kernel, MemoryPass
 from ptdmpi.plan.layer.chunks import norm_programs
@@ -150,7 +151,9 @@ class Activate(Operator):
     activation of the first gate is multiplied by the second gate (Shazeer 2020, arXiv 2002.05202).
 
     `width` is the width of the output on all tensor-parallel ranks together. `split` is True if the
-    tensor axis divides this width.
+    tensor axis divides this width. `bias` says whether Triton kernels can also add the bias of the
+    linear layer before GELU: "none" if they cannot, "frozen" if they can, and "trains" if they also
+    compute the gradient of the bias.
     """
 
     function: str
@@ -158,10 +161,20 @@ class Activate(Operator):
     gates: int = 1
     rows: Rows = "whole"
     split: bool = True
+    bias: Literal["none", "frozen", "trains"] = "none"
+
+    def _local_width(self, sizes: Sizes) -> int:
+        return sizes.share(self.width) if self.split else self.width
 
     def _elements(self, sizes: Sizes) -> int:
-        width = sizes.share(self.width) if self.split else self.width
-        return sizes.rows(self.rows) * width
+        return sizes.rows(self.rows) * self._local_width(sizes)
+
+    def _sums_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the partial sums of the bias's gradient that a Triton kernel
+        writes."""
+        if self.bias != "trains" or not sizes.by_triton("gelu"):
+            return 0
+        return norm_programs(sizes.rows(self.rows)) * self._local_width(sizes) * sizes.wide_bytes
 
     def _priced_elements(self, sizes: Sizes) -> int:
         """Return the number of elements from which the computing time is predicted. If the
@@ -175,7 +188,14 @@ class Activate(Operator):
         yield Elementwise(self.function, self._priced_elements(sizes), (moved,))
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield one pass that reads the inputs and the gradient of the output, and writes the
+        gradients of the inputs. If Triton kernels also compute the gradient of the bias, this pass
+        writes partial sums, and a second pass adds them up."""
         moved = (2 * self.gates + 1) * sizes.compute_bytes
+        if sums := self._sums_bytes(sizes):
+            yield MemoryPass(self._elements(sizes) * moved + sums)
+            yield MemoryPass(sums)
+            return
         yield Elementwise(f"{self.function}_backward", self._priced_elements(sizes), (moved,))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
@@ -187,13 +207,14 @@ class Activate(Operator):
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradient of the input and, with two gates, of the product of both
         gates, which the Triton kernel does not need. Under sequence parallelism, the gathered
-        gradient of the next linear layer's output is still in memory, so its bytes are added."""
+        gradient of the next linear layer's output is still in memory, so its bytes are added. The
+        bytes of the partial sums of the bias's gradient are added, too."""
         size = self.gates * self._elements(sizes)
         if self.gates == 2 and not sizes.by_triton("gated"):
             size += self._elements(sizes)
         if self.split and sizes.local_tokens < sizes.tokens:
             size += sizes.tokens * sizes.model.hidden
-        return size * sizes.compute_bytes
+        return size * sizes.compute_bytes + self._sums_bytes(sizes)
 
 
 def fused_dropout(elements: int, sizes: Sizes) -> Iterator[Kernel]:

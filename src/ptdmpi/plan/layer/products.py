@@ -40,6 +40,8 @@ class Multiply(Operator):
     (dequantized for each matrix product), or None. `scaling` is the kind of scales if the matrix
     products are in 8-bit floating point, and "none" if they have the type of the activations.
     `shares_input` is True if the input is part of a tensor that another operator keeps.
+    `before_gelu` is True if the next operator is GELU, whose Triton kernels can add the bias and
+    compute its gradient.
     """
 
     linear: Linear
@@ -48,6 +50,7 @@ class Multiply(Operator):
     quantized: LowBit | None = None
     scaling: Scaling = "none"
     shares_input: bool = False
+    before_gelu: bool = False
 
     def parts(self) -> dict[str, Part]:
         return {self.name: self.linear, **dict(self.adapters)}
@@ -59,8 +62,7 @@ class Multiply(Operator):
 
     @property
     def keeps_input(self) -> bool:
-        """Return True if the gradient of a weight is computed from the input of the linear
-        layer."""
+        """Return True if the gradient of a weight is computed from the input of the layer."""
         return self.linear.trains or bool(self.pairs)
 
     @property
@@ -73,8 +75,7 @@ class Multiply(Operator):
 
     @property
     def of_codes(self) -> bool:
-        """Return True if a device may multiply the codes themselves, because each matrix has only
-        one scale."""
+        """Return True if a device may multiply the codes, because each matrix has one scale."""
         return self.scaling == "delayed"
 
     @property
@@ -161,17 +162,16 @@ class Multiply(Operator):
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute the gradient of the input and the gradient of the bias,
-        which is a sum over rows."""
+        """Yield the kernels of the gradient of the input and of the bias, a sum over rows."""
         rows, shape = sizes.rows(self.rows), self.linear.local(sizes.layout.tensor)
         yield from self._unpacked(sizes)
         yield from self._rounded(sizes, rows * shape[1])
         yield from self._rounded(sizes, math.prod(shape))
         for inputs, outputs, _ in self._matrices(sizes):
             yield MatrixProduct(rows, inputs, outputs, of_codes=self.of_codes)
-        if self.linear.bias and self.linear.trains:
-            outputs = self.linear.local(sizes.layout.tensor)[1]
-            yield MemoryPass(rows * outputs * sizes.compute_bytes)
+        by_gelu = self.before_gelu and sizes.by_triton("gelu")
+        if self.linear.bias and self.linear.trains and not by_gelu:
+            yield MemoryPass(rows * shape[1] * sizes.compute_bytes)
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
         rows = sizes.rows(self.rows)

@@ -44,7 +44,8 @@ class RunMethod:
     `noise_every` steps, or never if `noise_every` is 0. `copies` is the number of files that a node
     keeps in its memory for each of its ranks, so that a failed run can continue without reading a
     disk. Each file is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`;
-    if it is True, gradients are summed along a tree over the microbatches.
+    if it is True, gradients are summed along a tree over the microbatches. `one_pass` is True if a
+    kernel in Triton can do the complete update.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -55,6 +56,7 @@ class RunMethod:
     noise_every: int = 0
     copies: int = 0
     reproducible: bool = False
+    one_pass: bool = True
 
     @classmethod
     def of(cls, config: Config, nodes: int = 1) -> "RunMethod":
@@ -69,6 +71,7 @@ class RunMethod:
             noise_every=config.log.gradient_noise_every_steps,
             copies=copies_at_once(config, nodes),
             reproducible=config.run.reproducible,
+            one_pass=config.optimizer.has_one_pass and config.data_parallel.method not in DIFFERING,
         )
 
     @property

@@ -103,7 +103,7 @@ class Host(FrozenTable):
 
 # The kinds of kernels that can be computed in Triton. Each word is the name of the kernel's file in
 # `model/kernels/fused/`, and also names the kernel in presets/kernels.toml.
-TritonKind = Literal["loss", "norm", "gated", "dropout", "rope"]
+TritonKind = Literal["loss", "norm", "gated", "dropout", "rope", "update", "gelu"]
 
 
 class Software(FrozenTable):

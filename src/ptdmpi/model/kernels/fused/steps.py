@@ -1,15 +1,18 @@
-"""The steps of a layer with fused norms: one kernel in Triton computes a norm together with the
-residual sum before it."""
+"""The steps of a layer with fused kernels in Triton: one kernel computes a norm together with the
+residual sum before it, and another computes GELU together with the bias of the linear layer before
+it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from ptdmpi.model.built import Product
 from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels.activation import Activation, gelu_with_bias
 from ptdmpi.model.kernels.norm import Norm
 from ptdmpi.model.operators import Normalized, Residual, RowStep
-from ptdmpi.plan.layer.elementwise import Normalize
+from ptdmpi.plan.layer.elementwise import Activate, Normalize
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,47 @@ class NormOfSum:
         return (total, normed) if self.keeps else normed
 
 
-def with_sums(steps: tuple[RowStep, ...], kernels: Kernels) -> tuple[RowStep, ...]:
+@dataclass(frozen=True)
+class GeluOfProduct:
+    """The function that computes a column-parallel linear layer without its bias, and then GELU of
+    the sum of its outputs and the bias."""
+
+    product: Product
+    activation: Activation
+
+    def __call__(self, x: Tensor, context: Any) -> Tensor:
+        """Return GELU(x W^T + b) for the inputs x of the linear layer."""
+        bias = self.product.linear.bias
+        assert bias is not None
+        outputs = self.product(x, context, adds_bias=False)
+        return gelu_with_bias(outputs, bias, self.activation.function)
+
+
+def fused_steps(steps: tuple[RowStep, ...], kernels: Kernels) -> tuple[RowStep, ...]:
+    """Return the steps of a layer, in which fused kernels compute the operators of the kinds that
+    `kernels` computes in Triton."""
+    return _with_biases(_with_sums(steps, kernels), kernels)
+
+
+def _with_biases(steps: tuple[RowStep, ...], kernels: Kernels) -> tuple[RowStep, ...]:
+    """Return the steps of a layer. If GELU with a bias is computed in Triton, each such GELU and
+    the linear layer before it become one step."""
+    if not kernels.by_triton("gelu"):
+        return steps
+    joined: list[RowStep] = []
+    for step in steps:
+        row, compute = step.row, step.compute
+        if isinstance(row, Activate) and row.bias != "none":
+            assert isinstance(compute, Activation)
+            before = joined.pop()
+            assert isinstance(before.compute, Product)
+            row = replace(row, inputs=before.row.inputs)
+            step = RowStep(row, GeluOfProduct(before.compute, compute), before.last)
+        joined.append(step)
+    return tuple(joined)
+
+
+def _with_sums(steps: tuple[RowStep, ...], kernels: Kernels) -> tuple[RowStep, ...]:
     """Return the steps of a layer. If norms are computed in Triton, each norm and the residual sum
     before it become one step."""
     if not kernels.by_triton("norm"):

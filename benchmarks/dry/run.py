@@ -5,18 +5,22 @@ Each part runs in a separate process, in the environment of the null GPU.
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.dry.bounds import missed
-from benchmarks.dry.build import build, environment
+from benchmarks.dry.build import TORCH, build, environment
+from benchmarks.gpu.identity import identity
 from benchmarks.gpu.process import answer
 from benchmarks.gpu.reasons import done, reasons
 from benchmarks.launch import ROOT, mpirun
 from benchmarks.marks import put, table
-from benchmarks.speed.peers import install
+from benchmarks.speed.peers import PINS, install
 from ptdmpi.base import launched
 from ptdmpi.comm import launch
 
@@ -56,6 +60,7 @@ def main() -> None:
         return
     build()
     install("torchtitan")
+    put(PAGE, "counted", [counted_with()])
     failed = {}
     for name, ranks in PARTS.items():
         command = [sys.executable, "-m", "benchmarks.dry.run", "--part", name]
@@ -68,6 +73,16 @@ def main() -> None:
     for where, why in failed.items():
         print(f"{where}: {why}", file=sys.stderr)
     sys.exit(bool(failed))
+
+
+def counted_with() -> str:
+    """Return the sentence of the page that says when, at which commit, and with which packages the
+    numbers were counted."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    others = f"transformers {importlib.metadata.version('transformers')}"
+    packages = ", ".join([*TORCH, others, *PINS["torchtitan"][:1]])
+    packages = re.sub("==+", " ", packages)
+    return f"Counted on {today}, commit {identity()['commit']}, with {packages}."
 
 
 def lines(rows: dict[str, Any]) -> list[str]:

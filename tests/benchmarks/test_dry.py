@@ -2,6 +2,7 @@
 functions that are made."""
 
 import itertools
+import re
 from unittest import mock
 
 import pytest
@@ -145,8 +146,20 @@ def test_rows_that_failed_are_not_in_the_table():
 
 def test_every_part_has_a_place_on_the_page():
     text = run.PAGE.read_text(encoding="utf-8")
-    for name in run.PARTS:
+    for name in (*run.PARTS, "counted"):
         assert replaced(text, name, []) != replaced(text, name, ["a row"])
+
+
+def test_the_page_says_with_what_it_was_counted(monkeypatch):
+    """With PyTorch's CUDA build, not with the build for CPUs that this environment has."""
+    monkeypatch.setattr(run, "identity", lambda: {"commit": "abc123"})
+    with_what = (
+        r"commit (\w+), with torch 2\.[\d.]+, triton \S+, transformers \S+, torchtitan [\d.]+\."
+    )
+    pattern = re.compile(rf"Counted on \d{{4}}-\d\d-\d\d, {with_what}")
+    found = pattern.fullmatch(run.counted_with())
+    assert found and found[1] == "abc123"
+    assert pattern.search(run.PAGE.read_text(encoding="utf-8"))
 
 
 BEST = {"launches": 100, "GB outside of products": 2.0, "activations, GB": 0.5}

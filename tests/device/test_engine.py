@@ -42,7 +42,7 @@ KINDS = {
     "reproducible": {"run.reproducible": True},
 }
 # beside the host, whose products of half types and order of sums are others
-CLOSE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2e-2, "bf16": 2e-2}
+CLOSE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2e-2, "bf16": 2e-2, "fp8": 2e-2}
 
 
 def engine_on(comm, changes: dict, device: torch.device) -> Engine:

@@ -26,18 +26,21 @@ from ptdmpi.comm import launch
 
 PAGE = ROOT / "docs/reference/gpu-dry.md"
 LIMIT_S = 600.0  # time limit for one part, in seconds
-PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # part -> number of ranks
+# part -> number of ranks
+PARTS = {"layers": 1, "operators": 1, "host": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
     """Run each row of a part (a row of its table, such as a kind of training) on the null GPU, and
     count its launches, bytes and FLOPs. After each row, yield all rows that are finished so far.
     This process must have the environment of the null GPU."""
-    from benchmarks.dry import kinds, layers, measurement
+    from benchmarks.dry import host, kinds, layers, measurement, operators
     from benchmarks.gpu.timing import measured_rows
 
     rows = {
         "layers": layers.rows,
+        "operators": operators.rows,
+        "host": host.rows,
         "kinds": kinds.rows,
         "two ranks": kinds.rows_of_two,
         "make gpu": measurement.rows,

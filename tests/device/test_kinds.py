@@ -99,6 +99,7 @@ CODES = {
     "ef21": codes("top_k", "ef21", ratio=0.25),
     "neolithic": codes("top_k", "neolithic", ratio=0.25),
 }
+CONSENSUS = method("local", local_steps=2, consensus_every=2)
 SHORT_LAYOUTS = ("muon, slices", "neolithic")
 NAMES = [
     pytest.param(name, marks=[] if name in SHORT_LAYOUTS else pytest.mark.long)
@@ -127,7 +128,7 @@ def test_values_of_two_ranks_are_those_of_the_host(comm, name):
 @parallel(ranks=[2])
 def test_how_far_replicas_are_apart_waits_once_more(comm):
     """In those steps in which it is asked for."""
-    waits = check_like_the_host(comm, method("local", local_steps=2, consensus_every=2))
+    waits = check_like_the_host(comm, CONSENSUS)
     assert own(waits) == [[STEP], [STEP, "_local_scalar_dense at engine/replicas.py:consensus"]]
 
 

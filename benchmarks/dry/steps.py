@@ -1,6 +1,7 @@
 """Training steps of ptdmpi and of other trainers on the null GPU, and their counts."""
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from ptdmpi.model.kernels import agreement, host
 from ptdmpi.plan.cost.memory import MemoryModel
 
 DEVICE = torch.device("cuda", 0)
+WAIT_S = 10.0
+LEFT_BYTES = 128 << 20  # libraries may keep this number of bytes for their own use
 
 
 class Counts(NamedTuple):
@@ -47,9 +50,14 @@ class Counts(NamedTuple):
 
 
 def begin() -> None:
-    """Free the device memory of earlier models."""
+    """Free the device memory of earlier models. After a backward, autograd's thread may still hold
+    tensors for a moment, so wait until most memory is free, at most `WAIT_S` seconds."""
     torch.cuda.init()
     fresh(DEVICE)
+    end_s = time.monotonic() + WAIT_S
+    while torch.cuda.memory_allocated() > LEFT_BYTES and time.monotonic() < end_s:
+        time.sleep(0.1)
+        fresh(DEVICE)
 
 
 def counted(

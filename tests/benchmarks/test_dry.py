@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.dry import build, host, kinds, operators, run
 from benchmarks.dry.bounds import missed
-from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork
+from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork, flops_of
 from benchmarks.dry.layers import of_layer
 from benchmarks.dry.steps import Counts
 from benchmarks.marks import replaced
@@ -65,6 +65,17 @@ def test_products_are_counted_apart():
     assert products.other_bytes == 0 < work.other_bytes == work.moved_bytes - products.moved_bytes
     flops_s, bytes_s = products.flops / PRODUCT_RATE, products.moved_bytes / MEMORY_RATE
     assert products.roofline_s == pytest.approx(max(flops_s, bytes_s))
+
+
+def test_flops_of_documents_need_no_positions():
+    """Those on the null GPU are arbitrary, and the host would wait for them: all documents count as
+    the longest one."""
+    x, heads, size, longest = torch.empty(8, 2, 16), 2, 16, 4
+    begins = torch.tensor([0, 10**6, -3], dtype=torch.int32)
+    operator = torch.ops.aten._flash_attention_forward.default
+    args = (x, x, x, begins, begins, longest, longest, 0.0, True, False)
+    products = 2 * heads * longest * longest * size * 2
+    assert flops_of(operator, args, {}, (x,)) == 2 * products
 
 
 def test_what_launches_nothing_or_is_elsewhere_does_not_count():
@@ -146,6 +157,7 @@ def test_every_kind_has_a_row_and_compiled_ones_have_no_bytes():
         for name in names:
             assert rows[name].keys() - rows[f"{name}, {how}"].keys() == unseen
     assert {*test_engine.KINDS, *test_kinds.KINDS, "documents"} < rows.keys()
+    assert rows["gpt bf16"].keys() - rows["documents"].keys() == {"TFLOP"}
     names = [name for name, _ in kinds.rows_of_two()]
     of_tests = [*test_engine.LAYOUTS, *test_kinds.LAYOUTS, *test_kinds.CODES]
     assert {*of_tests, "offload", "consensus"} < {*names} and len({*names}) == len(names)
@@ -170,18 +182,19 @@ def test_operators_that_move_most_have_rows():
 
 
 def test_the_host_is_timed_for_each_launch(monkeypatch):
-    """By its processor time, without the first steps."""
+    """By the shortest of its processor times, without the first steps."""
     gpu, clock = SimpleNamespace(launches=0), SimpleNamespace(s=0.0, steps=0)
 
     def step() -> None:
         gpu.launches += 50
-        clock.s += 9.0 if clock.steps < host.WARM_UP else 0.001
+        clock.s += 0.0001 if clock.steps < host.WARM_UP else 0.001 * (1 + clock.steps % 3)
         clock.steps += 1
 
     monkeypatch.setattr(host, "NullGpu", lambda: SimpleNamespace(launched=lambda: gpu.launches))
     monkeypatch.setattr(host.time, "process_time", lambda: clock.s)
     numbers = host.timed(step)
-    assert numbers["launches"] == 50 and clock.steps == host.STEPS
+    assert numbers["launches of a step"] == 50 and clock.steps == host.STEPS
+    assert missed({"gpt: ptdmpi": numbers, "gpt: other": numbers}) == {}
     assert numbers["ms"] == pytest.approx(1.0) and numbers["us a launch"] == pytest.approx(20.0)
 
 

@@ -36,9 +36,10 @@ COMPILE = ("gcc", "-std=gnu11", "-O1", "-fPIC", "-Wall", "-Werror")
 NVIDIA = re.compile(r"(__)?(cu|nv|nccl)\w+")
 OF_RUNTIME = re.compile(r"(__)?cuda\w+")
 OF_DRIVER = re.compile(r"cu[A-Z](?!ile)\w+")
+CUDNN = "cudnnBackendExecute"  # the function by which PyTorch launches all kernels of cuDNN
 # The functions that launch at least one kernel on a real GPU.
 LAUNCHES = re.compile(
-    r"cublas\w*(gemm|Gemm|gemv|Gemv|dot|Dot|trsm)\w*|cublasLtMatmul|cudnnBackendExecute"
+    rf"cublas\w*(gemm|Gemm|gemv|Gemv|dot|Dot|trsm)\w*|cublasLtMatmul|{CUDNN}"
     r"|nccl(AllReduce|Broadcast|Reduce|AllGather|ReduceScatter|Send|Recv)"
 )
 
@@ -112,6 +113,8 @@ def answers(names: Iterable[str]) -> str:
     lines = ['#include "null.h"']
     for name in sorted(names):
         counts = "null_add(NULL_LAUNCH); " if LAUNCHES.fullmatch(name) else ""
+        if name == CUDNN:
+            counts += "null_add(NULL_CUDNN); "
         lines.append(f"int {name}(void) {{ {counts}return 0; }}")
     return "\n".join(lines) + "\n"
 

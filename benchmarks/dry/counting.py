@@ -87,8 +87,18 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     if count is None:
         return 0
     # PyTorch's functions that count FLOPs do not accept a data type as a positional argument.
-    args = [value for value in args if not isinstance(value, torch.dtype)]
+    args = [_without_values(value) for value in args if not isinstance(value, torch.dtype)]
     return int(count(*args, **kwargs, out_val=result))
+
+
+def _without_values(value: Any) -> Any:
+    """Return `value`, or, if it is a tensor of integers, a tensor of its shape without values. The
+    integers are the positions at which documents begin. PyTorch would wait for the device to read
+    them. Without their values, it assumes that all documents are as long as the longest one, so it
+    counts too many FLOPs."""
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
 
 
 def moved_bytes(

@@ -10,12 +10,14 @@ from benchmarks.dry.build import STATE
 class Events(NamedTuple):
     """The numbers of events on the null GPU so far, in the order of `enum null_event`
     (null/null.h): `launches` of kernels, `copies` and fills of memory, waits of the host for the
-    device (`syncs`), and `allocations` of memory."""
+    device (`syncs`), `allocations` of memory, and launches by cuDNN (`cudnn`), which are also
+    counted in `launches`."""
 
     launches: int
     copies: int
     syncs: int
     allocations: int
+    cudnn: int
 
 
 class NullGpu:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.dry.bounds import OURS, PEAK, PLANNED_PEAK
+from benchmarks.dry.bounds import CUDNN, OURS, PEAK, PLANNED_PEAK
 from benchmarks.dry.steps import (
     DEVICE,
     Counts,
@@ -14,6 +14,7 @@ from benchmarks.dry.steps import (
     ours,
     planned_bytes,
     theirs,
+    workload_of,
 )
 from benchmarks.gpu import peers
 from benchmarks.gpu.parts import MODELS, Shape
@@ -50,6 +51,7 @@ def shown(layer: Layer) -> Numbers:
     once, step = layer
     return {
         "launches": round(once.launches),
+        CUDNN: round(once.cudnn),
         "syncs": round(once.syncs),
         "GB moved": once.moved_bytes / 1e9,
         "GB outside of products": once.other_bytes / 1e9,
@@ -63,19 +65,10 @@ def shown(layer: Layer) -> Numbers:
     }
 
 
-def _config(name: str, shape: Shape, layers: int, microbatches: int) -> Config:
+def config_of(name: str, shape: Shape, layers: int, microbatches: int) -> Config:
+    """Return the configuration of a step of a model of `make gpu` with other numbers of layers and
+    microbatches."""
     return configuration({**shape.model, "layers": layers}, MICRO_SIZES[name], microbatches)
-
-
-def _workload(name: str, shape: Shape, layers: int, microbatches: int) -> peers.Workload:
-    config = _config(name, shape, layers, microbatches)
-    return peers.Workload(
-        device=DEVICE,
-        model=config.model,
-        vocab_size=shape.vocab_size,
-        sequences=config.batch.global_size,
-        micro_size=config.batch.micro_size,
-    )
 
 
 def of_ours(name: str, shape: Shape) -> Numbers:
@@ -83,11 +76,11 @@ def of_ours(name: str, shape: Shape) -> Numbers:
     ...) of one layer as a row of the table."""
 
     def count(layers: int, microbatches: int) -> Counts:
-        return ours(_config(name, shape, layers, microbatches), shape.vocab_size)
+        return ours(config_of(name, shape, layers, microbatches), shape.vocab_size)
 
     layer = of_layer(count)
     less, more = (
-        planned_bytes(_config(name, shape, layers, 2), shape.vocab_size)
+        planned_bytes(config_of(name, shape, layers, 2), shape.vocab_size)
         for layers in (LEAST, LEAST + 1)
     )
     return shown(layer) | {PLANNED_PEAK: (more - less) / 1e9}
@@ -99,7 +92,7 @@ def of_transformers(name: str, shape: Shape, way: str) -> Numbers:
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
-        workload = _workload(name, shape, layers, microbatches)
+        workload = workload_of(config_of(name, shape, layers, microbatches), shape.vocab_size)
         size = (workload.micro_size, "none")
         return peers.transformers_way(workload, peers.WAYS[way], size, theirs)
 
@@ -112,7 +105,7 @@ def of_torchtitan(name: str, shape: Shape) -> Numbers:
 
     def count(layers: int, microbatches: int) -> Counts:
         begin()
-        workload = _workload(name, shape, layers, microbatches)
+        workload = workload_of(config_of(name, shape, layers, microbatches), shape.vocab_size)
         size = (workload.micro_size, "none")
         return peers.torchtitan_way(workload, size, theirs, compiled=False)
 

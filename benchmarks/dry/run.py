@@ -5,35 +5,42 @@ Each part runs in a separate process, in the environment of the null GPU.
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.dry.bounds import missed
-from benchmarks.dry.build import build, environment
+from benchmarks.dry.build import TORCH, build, environment
+from benchmarks.gpu.identity import identity
 from benchmarks.gpu.process import answer
 from benchmarks.gpu.reasons import done, reasons
 from benchmarks.launch import ROOT, mpirun
 from benchmarks.marks import put, table
-from benchmarks.speed.peers import install
+from benchmarks.speed.peers import PINS, install
 from ptdmpi.base import launched
 from ptdmpi.comm import launch
 
 PAGE = ROOT / "docs/reference/gpu-dry.md"
 LIMIT_S = 600.0  # time limit for one part, in seconds
-PARTS = {"layers": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}  # part -> number of ranks
+# part -> number of ranks
+PARTS = {"layers": 1, "operators": 1, "host": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
     """Run the case of each row of a part's table (such as a kind of training) on the null GPU, and
     count its launches, bytes and FLOPs. After each row, yield all rows that are finished so far.
     This process must have the environment of the null GPU."""
-    from benchmarks.dry import kinds, layers, measurement
+    from benchmarks.dry import host, kinds, layers, measurement, operators
     from benchmarks.gpu.timing import measured_rows
 
     rows = {
         "layers": layers.rows,
+        "operators": operators.rows,
+        "host": host.rows,
         "kinds": kinds.rows,
         "two ranks": kinds.rows_of_two,
         "make gpu": measurement.rows,
@@ -56,6 +63,7 @@ def main() -> None:
         return
     build()
     install("torchtitan")
+    put(PAGE, "counted", [counted_with()])
     failed = {}
     for name, ranks in PARTS.items():
         command = [sys.executable, "-m", "benchmarks.dry.run", "--part", name]
@@ -68,6 +76,16 @@ def main() -> None:
     for where, why in failed.items():
         print(f"{where}: {why}", file=sys.stderr)
     sys.exit(bool(failed))
+
+
+def counted_with() -> str:
+    """Return the sentence of the page that says when, at which commit, and with which packages the
+    numbers were counted."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    others = f"transformers {importlib.metadata.version('transformers')}"
+    packages = ", ".join([*TORCH, others, *PINS["torchtitan"][:1]])
+    packages = re.sub("==+", " ", packages)
+    return f"Counted on {today}, commit {identity()['commit']}, with {packages}."
 
 
 def lines(rows: dict[str, Any]) -> list[str]:

@@ -1,7 +1,9 @@
 """Training steps of ptdmpi and of other trainers on the null GPU, and their counts."""
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +16,26 @@ from benchmarks.gpu.timing import fresh
 from benchmarks.gpu.training import batches, drawn_there, engine_on
 from ptdmpi.config import Config, resolve
 from ptdmpi.model.batch import Placing
+from ptdmpi.model.kernels import agreement, host
 from ptdmpi.plan.cost.memory import MemoryModel
 
 DEVICE = torch.device("cuda", 0)
+WAIT_S = 10.0
+LEFT_BYTES = 128 << 20  # libraries may keep this number of bytes for their own use
 
 
 class Counts(NamedTuple):
     """The counts of one training step on the null GPU. `launches`, `moved_bytes`, `other_bytes`,
     `flops` and `roofline_s` are those of `DeviceWork`. `outside` is the number of launches outside
-    of the operators of PyTorch's dispatcher. `syncs` is the number of calls in which the host waits
-    for the device. `peak_bytes` is the peak memory of all tensors during the step, and
-    `state_bytes` is the memory of weights, gradients and optimizer states after the backward.
+    of the operators of PyTorch's dispatcher. `cudnn` is the number of launches by cuDNN. `syncs` is
+    the number of calls in which the host waits for the device. `peak_bytes` is the peak memory of
+    all tensors during the step, and `state_bytes` is the memory of weights, gradients and optimizer
+    states after the backward.
     """
 
     launches: float
     outside: float
+    cudnn: float
     syncs: float
     moved_bytes: float
     other_bytes: float
@@ -43,9 +50,14 @@ class Counts(NamedTuple):
 
 
 def begin() -> None:
-    """Free the device memory of earlier models."""
+    """Free the device memory of earlier models. After a backward, autograd's thread may still hold
+    tensors for a moment, so wait until most memory is free, at most `WAIT_S` seconds."""
     torch.cuda.init()
     fresh(DEVICE)
+    end_s = time.monotonic() + WAIT_S
+    while torch.cuda.memory_allocated() > LEFT_BYTES and time.monotonic() < end_s:
+        time.sleep(0.1)
+        fresh(DEVICE)
 
 
 def counted(
@@ -72,6 +84,7 @@ def counted(
     return Counts(
         launches=gpu.launched() - launched,
         outside=gpu.launched() - launched - work.launches,
+        cudnn=gpu.events().cudnn - before.cudnn,
         syncs=gpu.events().syncs - before.syncs,
         moved_bytes=work.moved_bytes,
         other_bytes=work.other_bytes,
@@ -98,13 +111,38 @@ def configuration(model: dict[str, Any], micro_size: int, microbatches: int) -> 
 def ours(config: Config, vocab_size: int) -> Counts:
     """Build ptdmpi's engine for `config` on the null GPU, and return the counts of one training
     step."""
+    step = step_of_ours(config, vocab_size)
+    with offered_attention():
+        return counted(step)
+
+
+def step_of_ours(config: Config, vocab_size: int) -> Callable[[], object]:
+    """Build ptdmpi's engine for `config` on the null GPU, and return a function that does one
+    training step."""
     begin()
     with drawn_there():
         engine = engine_on(config, vocab_size, DEVICE)
     placing = Placing(DEVICE)
     microbatches = batches(config, vocab_size, 0)
+    return lambda: engine.step(0, placing.place(microbatches))
 
-    return counted(lambda: engine.step(0, placing.place(microbatches)))
+
+def offered_attention() -> AbstractContextManager[None]:
+    """Return a context in which torch tries the attention backends that ptdmpi tries on this
+    device. The null GPU has no FlashAttention 3, so the first one is cuDNN's."""
+    return agreement.trying(agreement.offered(DEVICE))
+
+
+def workload_of(config: Config, vocab_size: int) -> peers.Workload:
+    """Return the workload for another trainer: the model, the number of sequences in a step, and
+    the size of a microbatch of `config`."""
+    return peers.Workload(
+        device=DEVICE,
+        model=config.model,
+        vocab_size=vocab_size,
+        sequences=config.batch.global_size,
+        micro_size=config.batch.micro_size,
+    )
 
 
 def theirs(
@@ -124,8 +162,10 @@ def theirs(
     )
 
 
-def planned_bytes(config: Config, vocab_size: int) -> int:
+def planned_bytes(config: Config, vocab_size: int, triton: Sequence[str] = ()) -> int:
     """Return the planner's prediction of the peak memory of ptdmpi's tensors on the first pipeline
-    rank, in bytes."""
-    memory = MemoryModel.of(config, vocab_size, on_host=False)
+    rank, in bytes. `triton` has the kinds of kernels that are computed in Triton."""
+    adds_wide = host.adds_wide(DEVICE.type) and not config.run.compile
+    kernels = {"triton": tuple(triton), "adds_wide": adds_wide}
+    memory = MemoryModel.of(config, vocab_size, kernels=kernels, on_host=False)
     return memory.peak(config.layout, 0, config.microbatches).total

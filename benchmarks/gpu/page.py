@@ -14,6 +14,9 @@ Device: {device}.
 In the titles, "by" names another trainer, and "in turn" means that ptdmpi and transformers
 alternate. "Wires" are transports (`comm.wire`), and "overlap" is the fraction of the time of
 messages in which the rank also computes.
+
+[Counted without a GPU](gpu-dry.md) has the launches, bytes and memory of the same models, which
+`make gpu-dry` counts on any machine.
 """
 RECIPE = Path(__file__).parent / "bare-machine.md"
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu import kernels, peers
-from benchmarks.gpu.reasons import LATEST, Skipped
+from benchmarks.gpu.reasons import LATEST
 from benchmarks.gpu.timing import Measurement, Row, measured_rows, seconds_of, vendor
 from benchmarks.gpu.training import (
-    WAYS,
     batches,
     configuration,
     engine_on,
@@ -125,10 +124,10 @@ def trace(device: torch.device, folder: Path) -> dict[str, Any]:
 def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Iterator[Row]:
     """Yield rounds in which ptdmpi and transformers alternate, each in the setting that is fastest
     according to latest.json in `folder`."""
+    workload = _workload(shape, device)
     known = json.loads((folder / LATEST).read_text(encoding="utf-8"))["parts"]
     ours = quickest({way: known.get(way, {}) for way in (name, name + COMPILED)})
     theirs = quickest(known.get(f"{name} by transformers", {}))
-    workload = _workload(shape, device)
 
     def train_theirs() -> dict[str, Any]:
         (rows,) = measured_rows(peers.transformers_side(workload, only=theirs))
@@ -144,12 +143,9 @@ def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Ite
 
 def _workload(shape: Shape, device: torch.device) -> peers.Workload:
     """Return the workload for another trainer: the shape of the model, and the number of sequences
-    per step. The number of sequences is the same as for ptdmpi. If no setting of ptdmpi fits into
-    memory, the smallest setting determines the number of sequences."""
-    try:
-        config = fitting(*shape, device)[0]
-    except Skipped:
-        config = configuration(shape.model, "bf16", *WAYS[-1])
+    per step, which is the same as for ptdmpi. Raises Skipped if no setting of ptdmpi fits, because
+    the numbers of the other trainer would have nothing to be compared with."""
+    config = fitting(*shape, device)[0]
     batch = config.batch
     return peers.Workload(
         device=device,

@@ -2,14 +2,16 @@
 functions that are made."""
 
 import itertools
+import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.dry import build, kinds, run
+from benchmarks.dry import build, host, kinds, operators, run
 from benchmarks.dry.bounds import missed
-from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork
+from benchmarks.dry.counting import MEMORY_RATE, PRODUCT_RATE, Counting, DeviceWork, flops_of
 from benchmarks.dry.layers import of_layer
 from benchmarks.dry.steps import Counts
 from benchmarks.marks import replaced
@@ -65,6 +67,17 @@ def test_products_are_counted_apart():
     assert products.roofline_s == pytest.approx(max(flops_s, bytes_s))
 
 
+def test_flops_of_documents_need_no_positions():
+    """Those on the null GPU are arbitrary, and the host would wait for them: all documents count as
+    the longest one."""
+    x, heads, size, longest = torch.empty(8, 2, 16), 2, 16, 4
+    begins = torch.tensor([0, 10**6, -3], dtype=torch.int32)
+    operator = torch.ops.aten._flash_attention_forward.default
+    args = (x, x, x, begins, begins, longest, longest, 0.0, True, False)
+    products = 2 * heads * longest * longest * size * 2
+    assert flops_of(operator, args, {}, (x,)) == 2 * products
+
+
 def test_what_launches_nothing_or_is_elsewhere_does_not_count():
     with Counting("cpu", lambda: 1) as counted:
         torch.add(X, 1.0)
@@ -88,10 +101,18 @@ def test_a_layer_is_the_difference_of_two_models():
 
 def test_functions_that_compute_count_as_launches():
     lines = build.answers(
-        {"cublasGemmEx", "cublasLtMatmulDescCreate", "ncclAllReduce", "cufftExec"}
+        {
+            "cublasGemmEx",
+            "cublasLtMatmulDescCreate",
+            "cudnnBackendExecute",
+            "ncclAllReduce",
+            "cufftExec",
+        }
     )
     counted = {line.split()[1] for line in lines.splitlines() if "NULL_LAUNCH" in line}
-    assert counted == {"cublasGemmEx(void)", "ncclAllReduce(void)"}
+    assert counted == {"cublasGemmEx(void)", "cudnnBackendExecute(void)", "ncclAllReduce(void)"}
+    (apart,) = [line for line in lines.splitlines() if "NULL_CUDNN" in line]
+    assert apart.split()[1] == "cudnnBackendExecute(void)"
 
 
 def test_functions_of_the_driver_are_those_of_its_header():
@@ -126,16 +147,55 @@ def test_nothing_is_under_way_after_a_row(comm):
 
 
 def test_every_kind_has_a_row_and_compiled_ones_have_no_bytes():
-    """What compiled kernels read and write does not go through the dispatcher."""
+    """What compiled kernels, and those in Triton, read and write does not go through the
+    dispatcher."""
     counts = Counts(*([2.0] * len(Counts._fields)))
     with mock.patch.multiple(kinds, of_step=lambda *_: counts, planned_bytes=lambda *_: 2.0):
         rows = {name: count() for name, count in kinds.rows()}
     unseen = {"GB moved", "GB outside of products", "TFLOP"}
-    for name in kinds.COMPILED:
-        assert rows[name].keys() - rows[f"{name}, compiled"].keys() == unseen
-    assert {*test_engine.KINDS, *test_kinds.KINDS} < rows.keys()
+    for how, names in {"compiled": kinds.COMPILED, "by Triton": kinds.BY_TRITON}.items():
+        for name in names:
+            assert rows[name].keys() - rows[f"{name}, {how}"].keys() == unseen
+    assert {*test_engine.KINDS, *test_kinds.KINDS, "documents"} < rows.keys()
+    assert rows["gpt bf16"].keys() - rows["documents"].keys() == {"TFLOP"}
     names = [name for name, _ in kinds.rows_of_two()]
-    assert names == [*test_kinds.LAYOUTS, *test_kinds.CODES]
+    of_tests = [*test_engine.LAYOUTS, *test_kinds.LAYOUTS, *test_kinds.CODES]
+    assert {*of_tests, "offload", "consensus"} < {*names} and len({*names}) == len(names)
+
+
+def test_operators_that_move_most_have_rows():
+    """Those of a layer; and no launch is lost."""
+    names = [f"operator {k}" for k in range(operators.SHOWN + 3)]
+    less = {name: DeviceWork(launches=1, moved_bytes=5) for name in names[1:]}
+    less |= {"of the head": DeviceWork(2, 10**12), operators.OUTSIDE: DeviceWork(launches=3)}
+    more = {
+        name: DeviceWork(launches=2 + (k == 0), moved_bytes=5 + 10**9 * k)
+        for k, name in enumerate(names)
+    }
+    more |= {"of the head": DeviceWork(2, 10**12), operators.OUTSIDE: DeviceWork(launches=7)}
+    rows = operators.shown(operators.minus(more, less))
+    most = names[: -operators.SHOWN - 1 : -1]
+    assert list(rows) == [*most, "other operators", operators.OUTSIDE]
+    assert rows[names[-1]] == {"launches": 1, "GB moved": operators.SHOWN + 2}
+    assert rows["other operators"] == {"launches": 3 + 1 + 1, "GB moved": 3.000000005}
+    assert rows[operators.OUTSIDE] == {"launches": 4}
+
+
+def test_the_host_is_timed_for_each_launch(monkeypatch):
+    """By the shortest of its processor times, without the first steps."""
+    gpu, clock = SimpleNamespace(launches=0), SimpleNamespace(s=0.0, steps=0)
+
+    def step() -> None:
+        gpu.launches += 50
+        clock.s += 0.0001 if clock.steps < host.WARM_UP else 0.001 * (1 + clock.steps % 3)
+        clock.steps += 1
+
+    monkeypatch.setattr(host, "NullGpu", lambda: SimpleNamespace(launched=lambda: gpu.launches))
+    monkeypatch.setattr(host.time, "process_time", lambda: clock.s)
+    numbers = host.timed(step)
+    assert numbers["launches of a step"] == 50 and clock.steps == host.STEPS
+    assert missed({"gpt: ptdmpi": numbers, "gpt: other": numbers}) == {}
+    assert numbers["ms"] == pytest.approx(1.0) and numbers["us a launch"] == pytest.approx(20.0)
 
 
 def test_rows_that_failed_are_not_in_the_table():
@@ -145,8 +205,20 @@ def test_rows_that_failed_are_not_in_the_table():
 
 def test_every_part_has_a_place_on_the_page():
     text = run.PAGE.read_text(encoding="utf-8")
-    for name in run.PARTS:
+    for name in (*run.PARTS, "counted"):
         assert replaced(text, name, []) != replaced(text, name, ["a row"])
+
+
+def test_the_page_says_with_what_it_was_counted(monkeypatch):
+    """With PyTorch's CUDA build, not with the build for CPUs that this environment has."""
+    monkeypatch.setattr(run, "identity", lambda: {"commit": "abc123"})
+    with_what = (
+        r"commit (\w+), with torch 2\.[\d.]+, triton \S+, transformers \S+, torchtitan [\d.]+\."
+    )
+    pattern = re.compile(rf"Counted on \d{{4}}-\d\d-\d\d, {with_what}")
+    found = pattern.fullmatch(run.counted_with())
+    assert found and found[1] == "abc123"
+    assert pattern.search(run.PAGE.read_text(encoding="utf-8"))
 
 
 BEST = {"launches": 100, "GB outside of products": 2.0, "activations, GB": 0.5}
@@ -162,11 +234,13 @@ PLANNED = {"peak, GB": 1.04, "planned peak, GB": 1.0}
         ({"activations, GB": 0.51}, "activations, GB = 0.51, above 1 of 0.5"),
         ({"peak, GB": 1.06}, "its peak is 1.060 of the planned peak"),
         ({"peak, GB": 0.94}, "its peak is 0.940 of the planned peak"),
+        ({"by cuDNN": 0}, "by cuDNN = 0, not 2"),
     ],
 )
 def test_a_layer_beside_the_best_of_the_others(change, words):
     """Those of another model do not count, and neither does a row that failed."""
     ours = {"launches": 80, "GB outside of products": 1.6, "activations, GB": 0.5} | PLANNED
+    ours |= {"by cuDNN": 2}
     worse = {name: 2 * value for name, value in BEST.items()}
     better = {name: value / 2 for name, value in BEST.items()}
     rows = {"gpt: ptdmpi": ours | change, "gpt: a": worse, "gpt: b": BEST, "llama: a": better}

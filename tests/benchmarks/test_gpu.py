@@ -24,7 +24,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.page import page
 from benchmarks.gpu.process import answer, last_words
-from benchmarks.gpu.reasons import Left, done, reasons
+from benchmarks.gpu.reasons import Left, Skipped, done, reasons
 from benchmarks.gpu.training import in_turn, quickest
 from ptdmpi.comm.nccl import library
 from tests.parallel import ROOT
@@ -296,7 +296,6 @@ GIB = 2**30
 
 
 def test_models_fit_a_gpu_of_80_gb(monkeypatch):
-    """Where nothing fits, nothing of ours is measured."""
     monkeypatch.setattr(training, "rank_memory_bytes", lambda device, ranks: 76 * GIB)
     largest = {
         name: (configs[0].batch.micro_size, configs[0].recompute.mode)
@@ -304,6 +303,21 @@ def test_models_fit_a_gpu_of_80_gb(monkeypatch):
         for configs in [training.fitting(*shape, torch.device("cpu"))]
     }
     assert largest == {"gpt 1.3b": (8, "none"), "llama 2.7b": (8, "none")}
+
+
+def test_others_are_skipped_where_nothing_of_ours_fits(tmp_path, monkeypatch):
+    """Their numbers would stand alone."""
+    monkeypatch.setattr(training, "rank_memory_bytes", lambda device, ranks: GIB)
+    monkeypatch.setattr(peers, "PEERS", tmp_path)
+    known = {name: {"skipped": "no memory"} for name in parts.MODELS}
+    (tmp_path / "latest.json").write_text(json.dumps({"parts": known}))
+    every = {one.name: one.measure for one in parts.parts(torch.device("cpu"), tmp_path)}
+    sides = ("by transformers", "by torchtitan", "in turn")
+    asked = [name for name in every if name.endswith(sides)]
+    assert len(asked) == 5
+    for name in asked:
+        with pytest.raises(Skipped, match="it does not fit into 1 GiB"):
+            every[name]()
 
 
 def test_the_parts_of_most_worth_come_first_within_nine_minutes(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ STEP = "event at engine/engine.py:step"
 LORA = {"adapt.method": "lora", "adapt.rank": 3, "adapt.dropout": 0.1}
 FEW = {"quantize.weights": "nf4", "quantize.block": 8}
 BF16 = {"precision.compute": "bf16"}
+FP8 = {"precision.compute": "fp8"}
 # what rounding leaves of a gradient near zero, AdamW makes a step of
 SGD = {"optimizer.kind": "sgd", "optimizer.momentum": 0.9}
 CLASSES = {"task.kind": "classification", "task.labels": ["no", "maybe", "yes"]}
@@ -38,9 +39,11 @@ KINDS = {
     "choice": {"task.kind": "choice", "task.choices": 2},
     "qwen3": {"model.kind": "qwen3"},
     "gemma2": {"model.kind": "gemma2"} | SGD,
+    "fp8 block": FP8,
+    "fp8 delayed": FP8 | {"precision.fp8": "delayed"},
     "mistral": {"model.kind": "mistral", "model.sliding_window": 8},
 }
-SHORT = ("muon, mean of weights", "classes")
+SHORT = ("muon, mean of weights", "classes", "fp8 delayed")
 
 
 @parallel(ranks=[1])
@@ -96,6 +99,7 @@ CODES = {
     "ef21": codes("top_k", "ef21", ratio=0.25),
     "neolithic": codes("top_k", "neolithic", ratio=0.25),
 }
+CONSENSUS = method("local", local_steps=2, consensus_every=2)
 SHORT_LAYOUTS = ("muon, slices", "neolithic")
 NAMES = [
     pytest.param(name, marks=[] if name in SHORT_LAYOUTS else pytest.mark.long)
@@ -124,7 +128,7 @@ def test_values_of_two_ranks_are_those_of_the_host(comm, name):
 @parallel(ranks=[2])
 def test_how_far_replicas_are_apart_waits_once_more(comm):
     """In those steps in which it is asked for."""
-    waits = check_like_the_host(comm, method("local", local_steps=2, consensus_every=2))
+    waits = check_like_the_host(comm, CONSENSUS)
     assert own(waits) == [[STEP], [STEP, "_local_scalar_dense at engine/replicas.py:consensus"]]
 
 

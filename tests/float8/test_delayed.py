@@ -1,6 +1,7 @@
 """Delayed scales of products in 8-bit floating point: codes are those of a reference in numpy, to
 the bit; the scales follow from the steps before, in every layout and after a resume."""
 
+import functools
 import math
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels import Kernels, host
 from ptdmpi.model.kernels.delayed import DelayedKernels
 from ptdmpi.model.low_bit.delayed import (
@@ -45,6 +47,7 @@ from tests.parallel import parallel
 DELAYED = FLOAT8 | {"precision.fp8": "delayed", "optimizer.learning_rate": 1e-3}
 PARTS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 EXPONENTS = {"input": 3, "weight": -2, "gradient": 9}
+LONG = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def reference(x: torch.Tensor, k: int, kind: torch.dtype) -> np.ndarray:
@@ -199,31 +202,62 @@ def exponents_of(engine: Engine) -> dict[str, tuple[int, ...]]:
     return dict(engine.state.counters.exponents)
 
 
+def make_the_last_rank_see_most(engine: Engine, axis: str, here: list[Microbatch]) -> None:
+    """Change the weights so that the greatest weight, or the greatest input of a linear, is on the
+    last rank of an axis."""
+    last = engine.axes[axis].rank == engine.axes[axis].size - 1
+    if axis == "tensor" and last:
+        engine.state.view("weights", "layers.0.mlp.up.weight")[-1] = 2.0
+    if axis in ("context", "data"):
+        of_ranks = MPI.COMM_WORLD.allgather(
+            {int(x) for batch in here for x in batch.inputs.view(-1)}
+        )
+        (token, *_) = of_ranks[-1].difference(*of_ranks[:-1])
+        table = engine.state.view("weights", "embedding.word.weight")
+        table[token * engine.config.model.hidden] = 100.0
+    engine.state.changed()
+
+
 @parallel(ranks=[2, pytest.param(1, marks=pytest.mark.long)])
-def test_the_scales_of_a_step_follow_from_all_ranks_and_microbatches(comm):
+@pytest.mark.parametrize("axis", ["tensor", "context", *map(LONG, ("data", "pipeline"))])
+def test_the_scales_of_a_step_follow_from_all_ranks_and_microbatches(comm, axis):
     """Those of the weights are known: the weights are the same in all microbatches. A wrong group
     of ranks is found."""
-    where = layout(t=comm.size)
-    engine = build(World(comm), DELAYED | where)
-    if comm.rank == comm.size - 1:  # the greatest weight is on one rank alone
-        engine.state.view("weights", "layers.0.mlp.up.weight")[-1] = 2.0
-    engine.state.changed()
+    engine = build(World(comm), DELAYED | {f"parallel.{axis}": comm.size})
+    batches = microbatches(engine.config, 0, engine.axes["data"].rank)
+    here = [batch.at(engine.context.positions) for batch in batches]
+    make_the_last_rank_see_most(engine, axis, here)
     before = whole_weights(engine)
-    steps_of(engine, 1)
+    engine.step(0, here)
     found = exponents_of(engine)
     names = [f"layers.{n}.{part}" for n in range(2) for part in PARTS]
     assert found.keys() == {f"{name}.{operand}" for name in names for operand in OPERANDS}
     for name in names:
         greatest = before[f"{name}.weight"].bfloat16().abs().max()
         assert found[f"{name}.weight"] == (exponent(float(greatest), E4M3),)
-    # all ranks have all scales, and each alone has seen other magnitudes
+    # all ranks have all scales, and those of the first rank alone would be others
     assert all(other == found for other in comm.allgather(found))
-    mine = [dict(scales.seen) for scales in engine.scales._mine.values()]
-    assert comm.size == 1 or comm.allgather(mine)[0] != comm.allgather(mine)[1]
+    seen = comm.allgather(
+        {
+            f"{name}.{operand}": float(greatest)
+            for name, scales in engine.scales._mine.items()
+            for operand, greatest in scales.seen.items()
+        }
+    )
+    assert found == of_magnitudes(seen) and (comm.size == 1 or found != of_magnitudes(seen[:1]))
     # no tensor has been limited, because the second step is like the first
-    (scales,) = [engine.stages[0].get_submodule(names[0]).delayed]
+    (name, scales), *_ = engine.scales._mine.items()
     engine.scales.begin()
-    assert scales.exponents == {name: found[f"{names[0]}.{name}"][0] for name in OPERANDS}
+    assert scales.exponents == {operand: found[f"{name}.{operand}"][0] for operand in OPERANDS}
+
+
+def of_magnitudes(seen: list[dict[str, float]]) -> dict[str, tuple[int, ...]]:
+    """Return the exponents that follow from the greatest magnitudes that some ranks have seen."""
+    return {
+        name: (exponent(most, E5M2 if name.endswith("gradient") else E4M3),)
+        for name in {name for of_rank in seen for name in of_rank}
+        for most in [max(of_rank.get(name, 0.0) for of_rank in seen)]
+    }
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ enum null_event {
     NULL_COPY,     /* a copy or a fill, which the device does without a kernel */
     NULL_SYNC,     /* a call that makes the host wait for the device */
     NULL_ALLOCATE, /* a reservation of device memory */
+    NULL_CUDNN,    /* a call of cuDNN that launches kernels; it is also counted as a launch */
     NULL_EVENTS,
 };
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.queues import on_its_way
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.kernels.delayed import KINDS
@@ -60,23 +61,22 @@ class ScaleHistory:
             scales.begin(known)
 
     def sent(self) -> Tensor | None:
-        """Return the greatest magnitude of each operand in this step, over all ranks: [operands]
-        float32, on the device. Return None without delayed scales. Every rank calls this
-        method."""
+        """Begin to copy the greatest magnitude of each operand in this step, over all ranks, to the
+        host: [operands] float32. The copy is complete after `Axes.settle`. Return None without
+        delayed scales. Every rank calls this method."""
         if not self.names:
             return None
-        every = torch.zeros(len(self.names), device=self.state.buffer.device)
         seen = {
             self._rows[f"{name}.{operand}"]: greatest
             for name, scales in self._mine.items()
             for operand, greatest in scales.seen.items()
         }
-        if seen:
-            every[list(seen)] = torch.stack(list(seen.values())).float()
+        zero = torch.zeros((), dtype=torch.bfloat16, device=self.state.buffer.device)
+        every = torch.stack([seen.get(row, zero) for row in range(len(self.names))]).float()
         # ranks at the same position of the pipeline have the same layers
         for group in (LOSSES, TENSOR, "pipeline"):
             self.axes[group].all_reduce(every, "max")
-        return every
+        return on_its_way(every)
 
     def update(self, sent: Tensor | None) -> None:
         """Compute the exponent of each operand from its greatest magnitude in this step, and append
@@ -84,8 +84,7 @@ class ScaleHistory:
         `sent`: the greatest magnitudes of all operands."""
         if sent is None:
             return
-        host = sent.cpu()
-        of_type = {kind: exponents(host, kind).tolist() for kind in set(KINDS.values())}
+        of_type = {kind: exponents(sent, kind).tolist() for kind in set(KINDS.values())}
         before = self.state.counters.exponents
         after = {}
         for name, row in self._rows.items():

@@ -15,7 +15,7 @@ import torch
 
 from ptdmpi.base.launched import is_supervised
 from ptdmpi.config import Config, InputError
-from ptdmpi.model.kernels import USUAL
+from ptdmpi.model.kernels import USUAL, host
 from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
 from ptdmpi.model.kernels.choice import AttentionByProducts
 from ptdmpi.model.parameters import data_types
@@ -61,6 +61,8 @@ class Memory:
         types = data_types(config.precision.compute)
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
+        # compiled graphs compute the product of a weight's gradient apart from the sum
+        self._adds_wide = host.adds_wide(device.type) and not config.run.compile
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
         # the host memory that this rank may use for state that is not on its device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
@@ -103,7 +105,7 @@ class Memory:
         step = relief.Step.of(
             self._config,
             self._vocab_size,
-            kernels={"wide_products": self._wide, **blocks},
+            kernels={"wide_products": self._wide, "adds_wide": self._adds_wide, **blocks},
             on_host=self._on_host,
             nodes=self._world.nodes,
         )

@@ -14,6 +14,8 @@ from ptdmpi.plan.cost import tree
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer.account import kept, total_bytes
 from ptdmpi.plan.layer.low_bit import CHUNK_BYTES
+from ptdmpi.plan.layer.parts import Linear
+from ptdmpi.plan.layer.products import adding_bytes, linear_backward
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.run_method import BUCKET_ELEMENTS, MESSAGE_ELEMENTS
 from ptdmpi.plan.layout.stages import placement_of
@@ -188,6 +190,21 @@ def test_widened_products_keep_float32_operands(compute):
     }
     assert plain.keys() - wide.keys() == {"attention.query_key_value"}
     assert wide["attention.query_key_value.copy"].bytes == 3 * 16 * 32 * 4
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+def test_a_kernel_that_adds_to_a_float32_sum_needs_no_product(compute):
+    """For operands of 16 bits. A product in the type of the sum is always added in place."""
+    config, shape, rows = _small({"precision.compute": compute}), (8, 12), 5
+    plain, adds = (
+        _sizes(config, TRAINER.model_copy(update={"adds_wide": adds})) for adds in (False, True)
+    )
+    product = 0 if compute == "fp32" else 8 * 12 * (2 + 4)
+    needed = [linear_backward(sizes, shape, rows) for sizes in (plain, adds)]
+    assert needed[0] - needed[1] == product
+    linear = Linear(8, (12,), bias=False, init_std=1.0)
+    assert adding_bytes(plain, linear) - adding_bytes(adds, linear) == product
+    assert adding_bytes(adds, linear) == 0
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])

@@ -446,9 +446,9 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     gradients. Operands that this rank already has in memory are not counted.
 
     An operand that must be gathered from other ranks is counted. If gradients have a wider type
-    than weights, the product is counted in both types. If fp16 and bf16 products are computed in
-    float32, the float32 copies of the operands are counted instead, because the kernel adds the
-    product directly to the sum.
+    than weights, the product is counted in both types, except with `Software.adds_wide`. If fp16
+    and bf16 products are computed in float32, the float32 copies of the operands are counted
+    instead, because the kernel adds the product directly to the sum.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)
@@ -457,7 +457,7 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
         works = rows * (inputs if linear.split == "columns" else outputs) * c
     if sizes.operand_bytes > c:
         works += rows * (inputs + outputs) * sizes.operand_bytes
-    elif sizes.wide_bytes > c:
+    elif sizes.wide_bytes > c and not sizes.software.adds_wide:
         works += inputs * outputs * (c + sizes.wide_bytes)
     return works
 
@@ -473,11 +473,11 @@ def linear_backward(
     """Return the number of bytes that the backward of a linear layer with `shape` = (inputs,
     outputs) needs for `rows` rows.
 
-    In fp16 and bf16, the bytes include the gradient of the weight and its float32 copy, which is
-    added to the sum. If matrix products of these types are computed in float32, float32 copies of
-    the operands and of the result are counted instead. If `adds_to_input` is True, the adapters of
-    a frozen linear layer add their gradients to the gradient of the input. If `weight_first` is
-    True, the gradient of the weight is freed before the gradient of the input is computed.
+    In fp16 and bf16 without `Software.adds_wide`, the bytes include the gradient of the weight and
+    its float32 copy, or, with products in float32, copies of the operands and of the result. If
+    `adds_to_input` is True, the adapters of a frozen linear layer add their gradients to the
+    gradient of the input. If `weight_first` is True, the gradient of the weight is freed before
+    the gradient of the input is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes
@@ -494,6 +494,6 @@ def linear_backward(
     if copies:
         return copies
     # the weight's gradient has a float32 copy only if gradients are summed in float32
-    widened = wide if sizes.software.gradient_bytes >= wide else 0
-    weight = inputs * outputs * (c + widened) if wide > c else 0
+    each = c + wide * (sizes.software.gradient_bytes >= wide)
+    weight = inputs * outputs * each * (wide > c and not sizes.software.adds_wide)
     return max(result, weight) if weight_first else result + weight

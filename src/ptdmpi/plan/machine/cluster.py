@@ -120,6 +120,8 @@ class Software(FrozenTable):
       that were looked up.
     - `wide_products` is True if matrices in fp16 and bf16 are converted to float32 before they are
       multiplied, as on a CPU without instructions for these types.
+    - `adds_wide` is True if the product of a weight's gradient in fp16 or bf16 adds to a float32
+      sum in one kernel, as on NVIDIA's GPUs, so that no memory for the product is needed.
     - `kept_block` is the number of queries in a block, if the forward of causal attention keeps the
       probabilities of each block for the backward. It is 0 if the backward computes the
       probabilities again.
@@ -176,6 +178,7 @@ class Software(FrozenTable):
     adds_in_place: bool
     tied_gradients_apart: bool
     wide_products: bool = False
+    adds_wide: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
     forward_block: Annotated[int, Field(ge=0)] = 0
     backward_block: Annotated[int, Field(ge=0)] = 0

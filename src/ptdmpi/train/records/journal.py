@@ -72,7 +72,7 @@ class Journal:
             **_optional(
                 consensus_distance=result.consensus,
                 bits_per_element=result.bits_per_element,
-                **_loads(result, every=self._keeps_loads(done.step)),
+                **_loads(result, every=self._keeps_loads(done.number)),
                 gradient_noise=None if result.noise is None else asdict(result.noise),
             ),
             learning_rate=result.learning_rate,

@@ -2,6 +2,7 @@
 makes machine code of it. No GPU is needed."""
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ ARGUMENTS = {
     " width:i32",
     "gated._backward": "x:*T dy:*T dx:*T width:i32",
     "gated._forward": "x:*T y:*T width:i32",
+    "gelu._add": "sums:*W dbias:*W programs:i32 columns:i32",
+    "gelu._backward": "x:*T bias:*T dy:*T dx:*T sums:*W rows:i32 columns:i32",
+    "gelu._forward": "x:*T bias:*T y:*T columns:i32",
     "loss._backward": "logits:*T labels:*i64 tops:*W totals:*W factors:*W columns:i32 first:i32",
     "loss._forward": "logits:*T labels:*i64 tops:*W totals:*W targets:*W columns:i32 first:i32",
     "norm._backward": "total:*T weight:*T means:*W scales:*W dnormed:*T dtotal:*T dx:*T"
@@ -32,6 +36,9 @@ ARGUMENTS = {
     " columns:i32",
     "rope._turn": "x:*T y:*T cos:*T sin:*T batch:i32 pairs:i32 position_stride:i32"
     " sequence_stride:i32 head_stride:i32 angle_stride:i32 angle_sequence_stride:i32",
+    "update._update": "masters:*W weights:*T gradients:*W first:*W second:*W average:*W length:i32"
+    " factor:fp32 factor_rest:fp32 decay:fp32 decay_rest:fp32 pace:fp32 pace_rest:fp32"
+    " correction:fp32 correction_rest:fp32",
 }
 CONSTANTS: dict[str, dict[str, list[Any]]] = {
     "dropout._drop": {
@@ -44,6 +51,23 @@ CONSTANTS: dict[str, dict[str, list[Any]]] = {
     },
     "gated._backward": GATED,
     "gated._forward": GATED,
+    "gelu._add": {"BLOCK": [1024]},
+    "gelu._backward": {
+        "EXACT": [True, False],
+        "TRAINS": [True, False],
+        "ROOT": [math.sqrt(0.5)],
+        "DENSITY": [1.0 / math.sqrt(2.0 * math.pi)],
+        "SLOPE": [SLOPE],
+        "CUBE": [CUBE],
+        "BLOCK": [1024],
+    },
+    "gelu._forward": {
+        "EXACT": [True, False],
+        "ROOT": [math.sqrt(0.5)],
+        "SLOPE": [SLOPE],
+        "CUBE": [CUBE],
+        "BLOCK": [1024],
+    },
     "loss._backward": {"CHUNK": [4096]},
     "loss._forward": {"CHUNK": [4096]},
     "norm._backward": {
@@ -57,6 +81,14 @@ CONSTANTS: dict[str, dict[str, list[Any]]] = {
         "CENTRES": [True, False],
         "EPS": [1e-5],
         "BLOCK": [4096],
+    },
+    "update._update": {
+        "BETA1": [0.9],
+        "BETA2": [0.95],
+        "EPS": [1e-8],
+        "KEEPS": [0.0, 0.999],
+        "WRITES": [True, False],
+        "BLOCK": [1024],
     },
     "rope._turn": {"HALF": [64], "BACK": [True, False], "BLOCK": [512]},
 }

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import ptdmpi.model.kernels.fused as package
-from tests.model.fused import test_values
+from tests.model.fused import test_gelu, test_update, test_values
 from tests.model.fused._interpreted import ENVIRONMENT, NEEDS_TRITON, PROCESS
 from tests.model.fused._kernels import FOLDER, kernels
 from tests.parallel import parallel
@@ -93,4 +93,8 @@ def test_an_error_in_a_kernel_is_found(comm, tmp_path, number):
 
 
 def test_every_kernel_has_a_planted_error():
-    assert {planted.kernel for planted in PLANTED} == kernels().keys()
+    """Here, or in the file of its own tests."""
+    planted = {error.kernel for error in PLANTED}
+    lines = [line for tests in (test_gelu, test_update) for line, _ in tests.ERRORS.values()]
+    elsewhere = {name for name, source in kernels().items() if any(x in source for x in lines)}
+    assert planted | elsewhere == kernels().keys()

@@ -4,7 +4,7 @@ one rank."""
 import pytest
 
 from tests._configs import Changes, layout
-from tests.context.test_parity import BASE, DOCUMENTS, LATENT, context
+from tests.context._rows import BASE, DOCUMENTS, LATENT, context
 from tests.experts.test_expert_parallel import FULL, Row, check
 from tests.experts.test_expert_tensor import DIVIDED
 from tests.experts.test_parity import GROUPED, MIXED

@@ -6,6 +6,7 @@ Slurm.
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -259,3 +260,23 @@ def test_chain(whole, folder):
     after = f"--dependency=afterok:{first}"
     run.submit(whole, after, "--kill-on-invalid-dep=yes")
     wait_until(lambda: whole.job(run.job)["JobState"] == "CANCELLED", 60, "CANCELLED")
+
+
+DISTRIBUTED = """
+import torch, torch.distributed as dist
+import ptdmpi.comm.c10d
+dist.init_process_group("ptdmpi")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("sum", total.item(), "of", dist.get_world_size(), flush=True)
+"""
+
+
+@slow
+def test_torch_distributed_under_srun(whole, tmp_path):
+    """The backend for torch.distributed finds its ranks on two nodes, without mpirun."""
+    script = tmp_path / "program.py"
+    script.write_text(DISTRIBUTED)
+    command = ("srun", "--mpi=pmix", "--nodes=2", "--ntasks=2", "--time=2", sys.executable)
+    done = whole.run(*command, str(script), cwd=tmp_path)
+    assert done.stdout.count("sum 3.0 of 2") == 2

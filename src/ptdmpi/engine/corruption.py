@@ -90,12 +90,31 @@ class Verification:
         self.state = state
         self.axes = axes
         self._known: list[int] | None = None  # the hashes that were computed after the last update
+        # (kind, name) of tensors that had changed before the reduction of gradients
+        self._changed: list[tuple[str, str]] = []
+
+    def before_reduction(self, step: int) -> None:
+        """Compare this rank's hashes of the tensors that the reduction of gradients changes with
+        those after the last update, if step + 1 is a multiple of `every`. `before_update` reports
+        the differences. Step `step` counts from 0."""
+        self._changed = []
+        if self._known is not None and (step + 1) % self.every == 0:
+            known = self._known
+            held = self._residents()
+            numbers = [number for number, resident in enumerate(held) if resident.early]
+            present = hashes([held[number] for number in numbers])
+            self.state.let_go()
+            self._changed = [
+                (held[number].kind, held[number].name)
+                for number, now in zip(numbers, present, strict=True)
+                if now != known[number]
+            ]
 
     def before_update(self, step: int) -> None:
         """Compare the hashes before the update of step `step` (from 0), if step + 1 is a multiple
         of `every`. Raise CorruptState on every rank if hashes differ."""
         if self.every and (step + 1) % self.every == 0:
-            self.verify()
+            self._verify(reduced=True)
 
     def after_update(self, step: int) -> None:
         """Compute and store the hashes after the update of step `step`, if the next step compares
@@ -109,19 +128,20 @@ class Verification:
         """Compare the hashes before a checkpoint is saved, if `every` is not 0. Raise CorruptState
         on every rank if hashes differ."""
         if self.every:
-            self.verify()
+            self._verify(reduced=False)
 
-    def verify(self) -> None:
+    def _verify(self, *, reduced: bool) -> None:
         """Compare the hashes of the present state, between two steps or before an update. Raise
-        CorruptState on every rank if hashes differ."""
+        CorruptState on every rank if hashes differ. `reduced` is True after a reduction of
+        gradients, which has changed some tensors."""
         held = self._residents()
         present = hashes(held)
         self.state.let_go()
         members = [self._members(resident) for resident in held]
-        changed = []
+        changed = list(self._changed) if reduced else []
         if self._known is not None:
             for resident, now, before in zip(held, present, self._known, strict=True):
-                if now != before:
+                if now != before and not (reduced and resident.early):
                     changed.append((resident.kind, resident.name))
         world = self.axes.world
         mine = (_by_members(members, present), changed)

@@ -147,13 +147,13 @@ class Engine:
         return Replicas(self.config, self.axes["data"], self.state, self.reduction)
 
     def step(self, step: int, batches: Sequence[Microbatch]) -> StepResult:
-        """Do one optimizer step (0-based `step`) on this data rank's microbatches; return its
-        results."""
+        """Do step `step` (from 0) on this data rank's microbatches; return its results."""
         watch = self.stopwatch()
         before = self.axes.traffic()
         loss_scale = self.loss_scale.value
         passes, counts, scale = self.accumulate(step, batches, watch)
         valid = counts[TASK] or 1.0
+        self.verification.before_reduction(step)
         with watch.span("reduce"):
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)

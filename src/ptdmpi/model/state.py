@@ -55,12 +55,14 @@ class Kept:
     values. `begins` determines the values before the first step, and after a resume from a
     checkpoint without this kind: zeros, or the values of the weights. If `needed` is True, a run
     cannot resume from a checkpoint without this kind. `names` has the parameters that have this
-    kind of state; None means all parameters."""
+    kind of state; None means all parameters. If `early` is True, the reduction of gradients changes
+    this kind, before the update."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
     needed: bool = False
     names: frozenset[str] | None = None
+    early: bool = False
 
 
 @dataclass
@@ -119,12 +121,14 @@ class Piece:
 class Resident:
     """The values of a parameter in this rank's memory, as a flat tensor with padding. `kind` is a
     kind of the state, or a name for weights that are not part of the state. `cut_by` has the axes
-    along which ranks have different values; along all other axes ranks have the same values."""
+    along which ranks have different values; along all other axes ranks have the same values. If
+    `early` is True, the reduction of gradients changes the values."""
 
     kind: str
     name: str
     values: Tensor
     cut_by: tuple[str, ...]
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,8 @@ class State:
         for kind, all_held in self.kinds.items():
             for name, own in all_held.held.items():
                 cut_by = (*own.entry.declaration.cut_by, *all_held.kept.differs)
-                yield Resident(kind, name, own.padded(all_held.parts), cut_by)
+                values = own.padded(all_held.parts)
+                yield Resident(kind, name, values, cut_by, all_held.kept.early)
         buffer = self.buffer
         if buffer.portion.shards_weights:
             if not buffer.one_type:

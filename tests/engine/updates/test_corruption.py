@@ -1,11 +1,14 @@
 """Silent corruption: a flipped bit of one rank's state is found before the next update that is
 verified, and named."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
 
 from ptdmpi.comm.world import World
+from ptdmpi.config.methods import FeedbackName
 from ptdmpi.engine.corruption import COLUMNS, CorruptState, Fault, hash_of
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.state import USED, WEIGHTS
@@ -126,6 +129,20 @@ def test_replicas_that_may_differ_are_compared_along_other_axes(comm):
     assert {fault.ranks for fault in found} == {(2, 3)}
 
 
+COMPRESSED = {
+    "data_parallel.method": "compressed",
+    "data_parallel.compressor": "top_k",
+    "data_parallel.ratio": 0.1,
+}
+
+
+@parallel(ranks=[2])
+def test_state_that_the_reduction_changes_is_compared_before_it(comm):
+    feedback = COMPRESSED | {"data_parallel.error_feedback": "mem_sgd"}
+    found, _ = faults(comm, layout(d=2) | feedback, "error", after=2 * EVERY - 1)
+    assert found == [Fault("error", MATRIX, (1,), changed=True)]
+
+
 METHODS = [
     layout(d=2) | {"parallel.zero": 2},
     layout(t=2) | {"precision.compute": "bf16"},
@@ -133,6 +150,11 @@ METHODS = [
     layout(d=2) | {"data_parallel.method": "local", "data_parallel.local_steps": 2},
     layout(d=2) | {"optimizer.kind": "muon", "parallel.zero": 1},
     layout(d=2) | {"parallel.offload": "optimizer", "optimizer.ema_decay": 0.9},
+    layout(d=2) | {"data_parallel.method": "decentralized", "data_parallel.compressor": "int8"},
+    *(
+        layout(d=2) | COMPRESSED | {"data_parallel.error_feedback": feedback}
+        for feedback in get_args(FeedbackName)
+    ),
 ]
 
 

@@ -148,6 +148,7 @@ def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
         name: Kept(
             () if name in COMMON else ("replicate",),
             "weights" if name in BEGIN_AS_WEIGHTS else "zero",
+            early=section.method == "compressed",
         )
         for name in section.kinds
     }

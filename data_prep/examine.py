@@ -9,6 +9,7 @@ import numpy as np
 from data_prep.state import TOKENIZER_COPY
 from data_prep.vocabulary import BYTES, BYTES_SHA256, Tokenizer, load_tokenizer
 from ptdmpi.base.disk import read_file
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, confirmed, read_header
 from ptdmpi.data.shards import Dataset, find_shards, map_tokens, map_weights, verify
@@ -132,13 +133,37 @@ def _tokenizer_problems(header: ShardHeader) -> list[str]:
     ]
 
 
-def problems(path: Path) -> list[str]:
-    """Return the mistakes in a dataset, or in one shard, one line for each mistake. In a dataset,
-    the copy of the tokenizer is checked, too.
+def examined(path: Path) -> dict[str, Any]:
+    """Return the mistakes in a dataset or shard, its number of shards, and, if there are no
+    mistakes, notes on what cannot be checked.
 
     Raise InputError if there is no shard at all.
     """
     paths = shard_paths(path)
+    mistakes = _problems(path, paths)
+    notes = [] if mistakes else _notes(path, paths)
+    return {"path": str(path), "shards": len(paths), "problems": mistakes, "notes": notes}
+
+
+def format_examined(result: dict[str, Any]) -> str:
+    """Return the result of `examined` as text for a terminal."""
+    sound = f"{result['path']}: {counted(result['shards'], 'shard')}, all sound"
+    return "\n".join(result["problems"] or [sound, *result["notes"]])
+
+
+def _notes(path: Path, paths: list[Path]) -> list[str]:
+    unknown = sum(not read_header(shard).documents_checksum for shard in paths)
+    if not unknown:
+        return []
+    return [
+        f"note: {path}: the document offsets of {counted(unknown, 'shard')} have no checksum, "
+        "because an older version of ptdmpi wrote them; only their order was checked"
+    ]
+
+
+def _problems(path: Path, paths: list[Path]) -> list[str]:
+    """Return the mistakes in a dataset, or in one shard, one line for each mistake. In a dataset,
+    the copy of the tokenizer is checked, too."""
     mistakes = [mistake for shard in paths for mistake in verify(shard)]
     if not mistakes and path.is_dir():
         try:

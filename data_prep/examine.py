@@ -1,6 +1,5 @@
 """Descriptions and checks of a dataset, for `ptdmpi-data inspect` and `verify`."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, confirmed, read_header
 from ptdmpi.data.shards import Dataset, find_shards, map_tokens, map_weights, verify
+from ptdmpi.data.words import tokenizer_mistake
 
 _SHOWN_TOKENS = 16
 
@@ -31,10 +31,7 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
     if header.tokenizer_sha256 == BYTES_SHA256:
         return load_tokenizer(BYTES)
     for copy in header.path.parent.glob(f"{TOKENIZER_COPY}.*"):
-        if (
-            copy.is_file()
-            and hashlib.sha256(copy.read_bytes()).hexdigest() == header.tokenizer_sha256
-        ):
+        if copy.is_file() and not tokenizer_mistake(copy, copy.read_bytes(), header):
             return load_tokenizer(copy)
     return None
 
@@ -120,17 +117,12 @@ def _tokenizer_problems(header: ShardHeader) -> list[str]:
     if suffix not in (".json", ".model"):
         return []
     try:
-        actual = hashlib.sha256(read_file(copy)).hexdigest()
+        mistake = tokenizer_mistake(copy, read_file(copy), header)
     except FileNotFoundError:
         return []
     except OSError as error:
         return [f"{copy}: cannot be read: {error.strerror}"]
-    if actual == header.tokenizer_sha256:
-        return []
-    return [
-        f"{copy}: has sha256 {actual}, but the shards record {header.tokenizer_sha256}; replace it "
-        f"by the file {header.tokenizer} from which the shards were made"
-    ]
+    return [mistake] if mistake else []
 
 
 def examined(path: Path) -> dict[str, Any]:

@@ -475,15 +475,11 @@ def inspect(path: Path, as_json: bool) -> None:
 @_JSON
 def verify(path: Path, as_json: bool) -> None:
     """Check a dataset and its tokenizer, or one shard. The exit code is 2 if anything is wrong."""
-    from data_prep.examine import problems, shard_paths
+    from data_prep.examine import examined, format_examined
 
-    mistakes = problems(path)
-    shards = len(shard_paths(path))
-    if as_json:
-        click.echo(json.dumps({"path": str(path), "shards": shards, "problems": mistakes}))
-    else:
-        click.echo("\n".join(mistakes) or f"{path}: {counted(shards, 'shard')}, all sound")
-    if mistakes:
+    result = examined(path)
+    click.echo(json.dumps(result) if as_json else format_examined(result))
+    if result["problems"]:
         sys.exit(2)
 
 

@@ -1,6 +1,5 @@
 """Descriptions and checks of a dataset, for `ptdmpi-data inspect` and `verify`."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,11 @@ import numpy as np
 from data_prep.state import TOKENIZER_COPY
 from data_prep.vocabulary import BYTES, BYTES_SHA256, Tokenizer, load_tokenizer
 from ptdmpi.base.disk import read_file
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, confirmed, read_header
 from ptdmpi.data.shards import Dataset, find_shards, map_tokens, map_weights, verify
+from ptdmpi.data.words import tokenizer_mistake
 
 _SHOWN_TOKENS = 16
 
@@ -30,10 +31,7 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
     if header.tokenizer_sha256 == BYTES_SHA256:
         return load_tokenizer(BYTES)
     for copy in header.path.parent.glob(f"{TOKENIZER_COPY}.*"):
-        if (
-            copy.is_file()
-            and hashlib.sha256(copy.read_bytes()).hexdigest() == header.tokenizer_sha256
-        ):
+        if copy.is_file() and not tokenizer_mistake(copy, copy.read_bytes(), header):
             return load_tokenizer(copy)
     return None
 
@@ -119,26 +117,45 @@ def _tokenizer_problems(header: ShardHeader) -> list[str]:
     if suffix not in (".json", ".model"):
         return []
     try:
-        actual = hashlib.sha256(read_file(copy)).hexdigest()
+        mistake = tokenizer_mistake(copy, read_file(copy), header)
     except FileNotFoundError:
         return []
     except OSError as error:
         return [f"{copy}: cannot be read: {error.strerror}"]
-    if actual == header.tokenizer_sha256:
-        return []
-    return [
-        f"{copy}: has sha256 {actual}, but the shards record {header.tokenizer_sha256}; replace it "
-        f"by the file {header.tokenizer} from which the shards were made"
-    ]
+    return [mistake] if mistake else []
 
 
-def problems(path: Path) -> list[str]:
-    """Return the mistakes in a dataset, or in one shard, one line for each mistake. In a dataset,
-    the copy of the tokenizer is checked, too.
+def examined(path: Path) -> dict[str, Any]:
+    """Return the mistakes in a dataset or shard, its number of shards, and, if there are no
+    mistakes, notes on what cannot be checked.
 
     Raise InputError if there is no shard at all.
     """
     paths = shard_paths(path)
+    mistakes = _problems(path, paths)
+    notes = [] if mistakes else _notes(path, paths)
+    return {"path": str(path), "shards": len(paths), "problems": mistakes, "notes": notes}
+
+
+def format_examined(result: dict[str, Any]) -> str:
+    """Return the result of `examined` as text for a terminal."""
+    sound = f"{result['path']}: {counted(result['shards'], 'shard')}, all sound"
+    return "\n".join(result["problems"] or [sound, *result["notes"]])
+
+
+def _notes(path: Path, paths: list[Path]) -> list[str]:
+    unknown = sum(not read_header(shard).documents_checksum for shard in paths)
+    if not unknown:
+        return []
+    return [
+        f"note: {path}: the document offsets of {counted(unknown, 'shard')} have no checksum, "
+        "because an older version of ptdmpi wrote them; only their order was checked"
+    ]
+
+
+def _problems(path: Path, paths: list[Path]) -> list[str]:
+    """Return the mistakes in a dataset, or in one shard, one line for each mistake. In a dataset,
+    the copy of the tokenizer is checked, too."""
     mistakes = [mistake for shard in paths for mistake in verify(shard)]
     if not mistakes and path.is_dir():
         try:

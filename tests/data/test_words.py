@@ -1,5 +1,6 @@
 """First tokens of words, for each kind of tokenizer.json; special tokens; missing files."""
 
+import hashlib
 import json
 import re
 
@@ -67,10 +68,16 @@ def word_ends() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def put(dataset, content: str) -> None:
+    """Write the tokenizer.json from which the shards were made."""
+    (dataset.directory / "tokenizer.json").write_text(content)
+    dataset.tokenizer_sha256 = hashlib.sha256(content.encode()).hexdigest()
+
+
 def vocabulary_of(tmp_path, tokenizer, whole_words: bool = True):
     dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")
     if tokenizer is not None:
-        tokenizer.save(str(dataset.directory / "tokenizer.json"))
+        put(dataset, tokenizer.to_str())
     # the reader takes their size from the shards
     dataset.vocab_size = 400
     dataset.eod_id = 399
@@ -126,7 +133,7 @@ def test_without_a_tokenizer_every_token_is_a_word_only_if_asked(tmp_path):
 def test_odd_tokens_are_words_of_their_own(tmp_path):
     dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")
     tree = {"model": {"vocab": {"": 0, "<0xyz>": 1, "\u2581a": 2, "b": 3, "<0xC3>": 4, "c": 9999}}}
-    (dataset.directory / "tokenizer.json").write_text(json.dumps(tree))
+    put(dataset, json.dumps(tree))
     starts = read_vocabulary(dataset, True).word_starts(np.array([2, 3, 4, 0, 1, 2]))
     assert starts.tolist() == [True, False, False, True, True, True]
 
@@ -146,6 +153,22 @@ def test_odd_tokens_are_words_of_their_own(tmp_path):
 )
 def test_other_files_are_refused(tmp_path, content):
     dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")
-    (dataset.directory / "tokenizer.json").write_text(content)
+    put(dataset, content)
     with pytest.raises(InputError, match=r"is not a tokenizer\.json"):
         read_vocabulary(dataset, True)
+
+
+@pytest.mark.parametrize("whole_words", [True, False])
+def test_another_tokenizer_beside_the_shards_is_refused(tmp_path, whole_words):
+    dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")
+    put(dataset, byte_level().to_str())
+    read_vocabulary(dataset, whole_words)
+    with (dataset.directory / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    words = (
+        r"tokenizer\.json: has sha256 .* but the shards record .*; replace it by the file tok\.json"
+    )
+    with pytest.raises(InputError, match=words):
+        read_vocabulary(dataset, whole_words)
+    dataset.tokenizer = "tok.model"  # these shards record the hash of another file
+    read_vocabulary(dataset, whole_words)

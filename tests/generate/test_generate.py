@@ -214,6 +214,9 @@ def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):
     (run / "tokenizer.json").write_text(content + " ")
     refused = CliRunner().invoke(command, [str(run), "--prompt", "some"])
     assert refused.exit_code == 2 and "is not in the folder of the shards; give" in refused.stderr
+    (tmp_path / "shards/tokenizer.json").write_text(content + "\n")
+    refused = CliRunner().invoke(command, [str(run), "--prompt", "some"])
+    assert refused.exit_code == 2 and "shards/tokenizer.json: has sha256" in refused.stderr
     (tmp_path / "shards/tokenizer.json").write_text(content)
     result = CliRunner().invoke(command, [str(run), "--prompt", "some text", "--json"])
     assert result.exit_code == 0, result.stdout

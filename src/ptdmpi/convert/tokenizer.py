@@ -10,9 +10,9 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, find_template
 from ptdmpi.data.header import ShardHeader
 from ptdmpi.data.shards import Dataset
-from ptdmpi.data.words import BYTES, SPECIAL_NAMES, read_vocabulary, tokens_of
+from ptdmpi.data.words import BYTES, SPECIAL_NAMES, TOKENIZER, read_vocabulary, tokens_of
 from ptdmpi.inference.stored import StoredModel
-from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header, template_file
+from ptdmpi.inference.tokenizer import find_tokenizer, shard_header, template_file
 
 # Maps ptdmpi's names of the special tokens of a masked language model to the names in
 # `transformers`.

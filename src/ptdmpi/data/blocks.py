@@ -3,7 +3,7 @@ checksums.
 
 A shard is an HDF5 file. Its HDF5 dataset `token_blocks` has the CRC-32 of each block of
 BLOCK_TOKENS tokens. The last block may be shorter. Shards that older versions of ptdmpi wrote do
-not have `token_blocks`, and are read without verification.
+not have `token_blocks`, and their tokens are read without verification.
 """
 
 import zlib
@@ -105,11 +105,18 @@ class VerifiedTokens:
         start = block * BLOCK_TOKENS
         stop = min(start + BLOCK_TOKENS, self._header.tokens)
         checksum = zlib.crc32(np.ascontiguousarray(self._tokens[start:stop]).data)
-        if checksum != self._sums[block]:
-            raise InputError(
-                f"shard {self._header.path}: tokens {start} to {stop - 1} have checksum "
-                f"{format_checksum(checksum)}, recorded {format_checksum(int(self._sums[block]))}: "
-                "damaged; restore the file, or make it again with ptdmpi-data tokenize "
-                '(data.verify = "off" would train on it as it is)'
-            )
+        recorded = format_checksum(int(self._sums[block]))
+        part = f"tokens {start} to {stop - 1} have"
+        require_checksum(self._header.path, part, format_checksum(checksum), recorded)
         self._verified[block] = 1
+
+
+def require_checksum(path: Path, part: str, actual: str, recorded: str) -> None:
+    """Raise InputError if a part of the shard `path` has the checksum `actual`, but the shard
+    records the checksum `recorded`. `part` names the part, with its verb."""
+    if actual != recorded:
+        raise InputError(
+            f"shard {path}: {part} checksum {actual}, recorded {recorded}: damaged; restore the "
+            'file, or make it again with ptdmpi-data (data.verify = "off" would train on it as '
+            "it is)"
+        )

@@ -59,6 +59,8 @@ _ATTRIBUTES = {
 }
 # The additional attributes of format 2.
 _WEIGHTED = {"row_length": _INTEGER, "weights_checksum": _TEXT}
+# The attribute with the checksum of `documents`, which shards of older versions do not have.
+_OFFSETS = {"documents_checksum": _TEXT}
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class ShardHeader:
     row_length: int = 0  # number of tokens in a row of packed documents; 0: no rows
     weights_checksum: str = ""
     pairs: bool = False  # the documents of a row form pairs of answers.
+    documents_checksum: str = ""  # "" if an older version of ptdmpi made the shard.
     # the header is from SUMMARY, and was not yet compared with the shard's file (`confirmed`)
     listed: bool = False
 
@@ -99,6 +102,8 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
     kinds = _ATTRIBUTES
     if weighted:
         kinds = kinds | _WEIGHTED
+    if "documents_checksum" in attributes:
+        kinds = kinds | _OFFSETS
     for name, kind in kinds.items():
         if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
@@ -258,6 +263,7 @@ def read_header(path: str | Path) -> ShardHeader:
         row_length=int(values.get("row_length", 0)),
         weights_checksum=str(values.get("weights_checksum", "")),
         pairs=values["format_version"] == PAIRED_VERSION,
+        documents_checksum=str(values.get("documents_checksum", "")),
     )
 
 
@@ -289,7 +295,7 @@ _DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
 _OWN = tuple(field.name for field in fields(ShardHeader) if field.name not in ("path", "listed"))
 # fields that only headers of shards with weights have
 _OPTIONAL = ("weights_byte_offset", "row_length", "weights_checksum")
-_FIELDS = frozenset(_OWN)
+_FIELDS = frozenset(_OWN) - _OFFSETS.keys()
 
 
 def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
@@ -302,6 +308,8 @@ def _entry(header: ShardHeader) -> dict[str, int | str]:
     entry["dtype"] = header.dtype.str
     if not header.pairs:
         del entry["pairs"]
+    if not header.documents_checksum:
+        del entry["documents_checksum"]
     if not header.row_length:
         for name in _OPTIONAL:
             del entry[name]
@@ -312,7 +320,8 @@ def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
     """Return the header that an entry of SUMMARY describes. Raise ValueError or KeyError if the
     entry is damaged."""
     with_weights = _FIELDS - {"pairs"}  # SUMMARY lists `pairs` only for shards in which it is True
-    if entry.keys() not in (_FIELDS, with_weights, with_weights - {*_OPTIONAL}):
+    names = entry.keys() - _OFFSETS.keys()
+    if names not in (_FIELDS, with_weights, with_weights - {*_OPTIONAL}):
         raise ValueError("its fields are not the fields of a header")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
     named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")

@@ -236,6 +236,7 @@ class ShardWriter:
             with _open_hdf5(self._temporary, mode="r+") as file:
                 offset = _create_tokens(file, self.tokens, self._dtype)
                 file.create_dataset("documents", data=documents)
+                file.attrs["documents_checksum"] = format_checksum(zlib.crc32(documents.data))
                 file.create_dataset(BLOCKS, data=self._blocks.values())
                 if self._weights:
                     weights = np.frombuffer(self._weights, np.uint8)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.data.blocks import Tokens, VerifiedTokens, block_sums
+from ptdmpi.data.blocks import Tokens, VerifiedTokens, block_sums, require_checksum
 from ptdmpi.data.header import (
     SUMMARY,
     ShardHeader,
@@ -159,6 +159,11 @@ def map_weights(header: ShardHeader) -> np.ndarray:
     return np.memmap(header.path, "u1", "r", offset, (header.tokens,)).view(np.ndarray)
 
 
+def _crc32(values: np.ndarray) -> str:
+    """Return the checksum of a mapped array, as shards record it."""
+    return format_checksum(zlib.crc32(values.data))
+
+
 class _PreadTokens:
     """The tokens of a shard, read from the file by the system call pread, one slice at a time."""
 
@@ -215,11 +220,13 @@ class Dataset:
 
         If `use_mmap` is False, tokens are read by the system call pread, which is better on file
         systems on which memory mapping is slow. If `verified` is True, reading raises InputError
-        for tokens of a damaged block (see `blocks`). Raise InputError if shards differ in
-        tokenizer, vocabulary size, eod_id, length of rows or pairs. Also raise the same errors as
-        `find_headers`.
+        for tokens of a damaged block (see `blocks`), and for damaged weights and document offsets.
+        Raise InputError if shards differ in tokenizer, vocabulary size, eod_id, length of rows or
+        pairs. Also raise the same errors as `find_headers`.
         """
         self.directory = Path(directory)
+        self._verified = verified
+        self._sound: set[tuple[int, str]] = set()  # shards and their parts that were verified
         self.headers = find_headers(directory)
         first = self.headers[0]
         for header in self.headers:
@@ -293,14 +300,38 @@ class Dataset:
 
     def weights(self, shard: int) -> np.ndarray:
         """Return the weights of the tokens of shard number `shard` as labels, uint8 [tokens]. The
-        dataset must consist of rows of packed documents, because only their shards store
-        weights."""
-        return map_weights(_confirm(self.headers, shard))
+        dataset must consist of rows of packed documents, because only their shards store weights.
+
+        If the dataset is `verified`, the first call for a shard reads all its weights, and raises
+        InputError if their checksum differs from the recorded one.
+        """
+        header = _confirm(self.headers, shard)
+        weights = map_weights(header)
+        self._require_sound(shard, "weights", weights, header.weights_checksum)
+        return weights
 
     def documents(self, shard: int) -> np.ndarray:
         """Return the document offsets o of shard number `shard`, uint64 [documents + 1]: document i
-        has the tokens [o[i], o[i+1])."""
-        return map_documents(_confirm(self.headers, shard))
+        has the tokens [o[i], o[i+1]).
+
+        If the dataset is `verified`, the first call for a shard reads all its offsets, and raises
+        InputError if their checksum differs from the recorded one. Shards of older versions have no
+        checksum of the offsets.
+        """
+        header = _confirm(self.headers, shard)
+        offsets = map_documents(header)
+        if header.documents_checksum:
+            self._require_sound(shard, "document offsets", offsets, header.documents_checksum)
+        return offsets
+
+    def _require_sound(self, shard: int, part: str, values: np.ndarray, recorded: str) -> None:
+        """If the dataset is `verified`, raise InputError if a part of a shard has another checksum
+        than the `recorded` one. The part is read only once, because callers may map it again for
+        many samples."""
+        if self._verified and (shard, part) not in self._sound:
+            path = self.headers[shard].path
+            require_checksum(path, f"{part} have", _crc32(values), recorded)
+            self._sound.add((shard, part))
 
 
 def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -> np.ndarray:
@@ -374,14 +405,19 @@ def _offset_problems(header: ShardHeader) -> list[str]:
         wrong = np.flatnonzero(piece[1:] <= piece[:-1])
         if wrong.size:
             return [f"{header.path}: document {start + wrong[0]} does not end after its start"]
+    actual = _crc32(documents)
+    if header.documents_checksum not in ("", actual):
+        recorded = header.documents_checksum
+        return [f"{header.path}: document offsets' checksum {actual}, recorded {recorded}"]
     return []
 
 
 def verify(path: str | Path) -> list[str]:
     """Read a shard completely, in bounded memory, and return its problems, one line each.
 
-    `verify` checks the header and the checksums of tokens and weights. The function also checks
-    that ids are inside the vocabulary, that weights are 0 or 1, and that document offsets ascend.
+    `verify` checks the header and the checksums of tokens, weights and document offsets; shards of
+    older versions have no checksum of the offsets. The function also checks that ids are inside the
+    vocabulary, that weights are 0 or 1, and that document offsets ascend.
     """
     try:
         header = read_header(path)

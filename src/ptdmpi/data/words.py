@@ -8,6 +8,7 @@ contains a blank, each token is a word. When a run starts, it reads the `tokeniz
 folder of the shards to find out where words begin. Only the byte tokenizer needs no file.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +20,15 @@ import numpy as np
 
 from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
+from ptdmpi.data.header import ShardHeader
 from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
+# The names of tokenizers that have no tokenizer.json begin or end so. Shards that such a tokenizer
+# made do not record the hash of a tokenizer.json.
+NO_JSON_STARTS = ("tiktoken:", "unknown-")
+NO_JSON_END = ".model"
 BLANK = "\u2581"  # the character that SentencePiece writes for a blank.
 # The names that tokenizers give to special tokens, by their role in masking.
 SPECIAL_NAMES = {
@@ -62,8 +68,9 @@ class MaskingVocabulary:
 def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
     """Return the vocabulary of the tokenizer that made the shards of `dataset`.
 
-    Raise InputError if the folder of the shards has a `tokenizer.json` that cannot be used. Also
-    raise InputError if `whole_words` is True and there is no `tokenizer.json`.
+    Raise InputError if the folder of the shards has a `tokenizer.json` that cannot be used, or that
+    is not the one from which the shards were made. Also raise InputError if `whole_words` is True
+    and there is no `tokenizer.json`.
     """
     tree, ids = _tokenizer(dataset, whole_words)
     special = special_ids(ids, dataset.vocab_size)
@@ -103,14 +110,18 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
     """Return the content of the dataset's `tokenizer.json`, and the id of each token. For the byte
     tokenizer, which has no such file, return an empty content and the ids of all bytes. If the file
     is missing and not `needed`, return an empty content and no ids. Raise InputError if the file
-    cannot be used, or if it is `needed` and missing."""
+    cannot be used, if it has another hash than the shards record, or if it is `needed` and
+    missing."""
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER
     if not path.is_file() and not needed:
         return {}, {}
     try:
-        tree = json.loads(read_file(path))
+        content = read_file(path)
+        if mistake := _json_mistake(path, content, dataset):
+            raise InputError(mistake)
+        tree = json.loads(content)
         ids = dict(tokens_of(tree))
         if not all(type(token) is str and type(number) is int for token, number in ids.items()):
             raise TypeError("a token's id is not a number")
@@ -121,6 +132,25 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
             "of the shards, or set data.whole_words = false"
         ) from None
     return tree, ids
+
+
+def _json_mistake(path: Path, content: bytes, dataset: Dataset) -> str:
+    name = dataset.tokenizer
+    if name.startswith(NO_JSON_STARTS) or name.endswith(NO_JSON_END):
+        return ""
+    return tokenizer_mistake(path, content, dataset)
+
+
+def tokenizer_mistake(path: Path, content: bytes, shards: Dataset | ShardHeader) -> str:
+    """Return why the file `path` with this content is not the tokenizer that made the shards; "" if
+    it is. The shards record the SHA-256 of the tokenizer's file."""
+    actual = hashlib.sha256(content).hexdigest()
+    if actual == shards.tokenizer_sha256:
+        return ""
+    return (
+        f"{path}: has sha256 {actual}, but the shards record {shards.tokenizer_sha256}; replace it "
+        f"by the file {shards.tokenizer} from which the shards were made"
+    )
 
 
 def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:

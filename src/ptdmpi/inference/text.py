@@ -12,10 +12,9 @@ from data_prep.vocabulary import MarkedTokenizer, Tokenizer, load_tokenizer, tok
 from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, ChatTemplate, find_template
-from ptdmpi.data.words import tokens_of
+from ptdmpi.data.words import TOKENIZER, tokens_of
 from ptdmpi.inference.stored import KEPT, StoredAdapter, StoredModel, open_model
 from ptdmpi.inference.tokenizer import (
-    TOKENIZER,
     find_tokenizer,
     kept_files,
     shard_header,

@@ -9,9 +9,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TEMPLATE
 from ptdmpi.data.header import ShardHeader, read_header
 from ptdmpi.data.shards import find_shards
+from ptdmpi.data.words import TOKENIZER, tokenizer_mistake
 from ptdmpi.inference.stored import KEPT, StoredAdapter, StoredModel, open_model
-
-TOKENIZER = "tokenizer.json"
 
 
 def kept_files(stored: StoredModel) -> Path | None:
@@ -67,15 +66,18 @@ def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
 
     Raise InputError if no file with the SHA-256 of this tokenizer is found.
     """
-    for path in _candidates(header, stored):
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == (
-            header.tokenizer_sha256
-        ):
-            return path
-    raise InputError(
+    reason = (
         f"the tokenizer of {header.path} ({header.tokenizer}, sha256 "
         f"{header.tokenizer_sha256[:12]}) is not in the folder of the shards"
     )
+    for path in _candidates(header, stored):
+        if path.is_file():
+            mistake = tokenizer_mistake(path, path.read_bytes(), header)
+            if not mistake:
+                return path
+            if path.parent == header.path.absolute().parent:
+                reason = mistake
+    raise InputError(reason)
 
 
 def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:

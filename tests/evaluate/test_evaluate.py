@@ -3,6 +3,7 @@
 import json
 import math
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -240,6 +241,16 @@ def test_the_average_of_the_weights(run_of_bytes, tmp_path):
         return measured["perplexity"]
 
     assert loss(both, "--ema") == loss(other) != loss(both)
+
+
+def test_a_flipped_token_is_refused(run_of_bytes):
+    data = run_of_bytes.parent / "data"
+    (shard,) = data.glob("*.h5")
+    with h5py.File(shard, "r+") as file:
+        file["tokens"][5] ^= 1
+    result = CliRunner().invoke(command, [str(run_of_bytes), "--data", str(data)])
+    assert result.exit_code == 2 and not result.stdout
+    assert "have checksum" in result.stderr.splitlines()[-1]
 
 
 def test_weights_without_a_number_have_no_perplexity(run_of_bytes, tmp_path):

@@ -68,4 +68,4 @@ def _perplexities(
     `precision`, the precision in which the model computes."""
     model, _ = open_inference(path, world, None, precision, kind=kind)
     computed_in = {"precision": model.config.precision.compute}
-    return [perplexity(model, Dataset(data)) | computed_in for data in datasets]
+    return [perplexity(model, Dataset(data, verified=True)) | computed_in for data in datasets]

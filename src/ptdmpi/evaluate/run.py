@@ -61,7 +61,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
     for path in options["data"]:
         world.on_root(partial(check_dataset, path, stored))
         results["perplexity"].append(
-            perplexity(model, Dataset(path), options["stride"], options["words"])
+            perplexity(model, Dataset(path, verified=True), options["stride"], options["words"])
         )
     if not (work or options["lm_eval"] or options["code"]):
         return results

@@ -32,7 +32,7 @@ class CalibrationSamples:
     def read(self, stored: StoredModel) -> Tensor:
         """Return the token ids of the samples, [count, length]. Raise InputError if the shards do
         not fit the model, or have too few samples."""
-        dataset = Dataset(self.directory)
+        dataset = Dataset(self.directory, verified=True)
         length = self.length
         known = stored.config().model.seq_length
         if not 2 <= length <= known:

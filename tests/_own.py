@@ -175,6 +175,16 @@ class Ends(Given):
         raise SystemExit(0)
 
 
+class Ending(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        raise SystemExit(75)
+
+
+class UpdatedByText(Momentum):
+    update = "x"
+
+
 class NumberedMoments(Momentum):
     moments = 3
 

@@ -68,6 +68,7 @@ UNLOCKED = (
     "nccl",
     "peft",
     "quantize",
+    "shellcheck",
     "tensorboard",
     "triton",
     "trl",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tomlkit
+import torch
 from mpi4py import MPI
 
 from ptdmpi.base.plugins import name_of, plugin
@@ -22,6 +23,7 @@ from tests._engines import build, microbatches, steps_of
 from tests._mpirun import mpirun
 from tests._own import (
     Counting,
+    Ending,
     Ends,
     Given,
     Momentum,
@@ -202,6 +204,7 @@ def test_data_of_another_length_is_refused(comm, tmp_path):
         ({"given": [0.5] * 17}, "sample 0 has ids of float64, not integers"),
         ({"given": [None] * 17}, "sample 0 has ids of object, not integers"),
         ({"given": [[1], 2]}, "sample 0: ids: "),
+        ({"given": torch.ones(17, requires_grad=True)}, "sample 0: ids: "),
         ({"given": ([1] * 17, [float("nan")] * 16)}, "weights that are not finite"),
         ({"given": ([1] * 17, ["a"] * 16)}, "weights that are not finite"),
     ],
@@ -265,6 +268,10 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
             )
             for name in ("NumberedMoments", "RepeatedMoments", "MomentsOfWeights", "MomentsOfPaths")
         ),
+        (
+            {"optimizer.kind": "own", "optimizer.own": "tests._own:UpdatedByText"},
+            "optimizer.own: tests._own:UpdatedByText has an update of type str",
+        ),
         ({"model.sublayers": ("attention", "json:nothing")}, "model.sublayers: json:nothing"),
         ({"model.sublayers": ("mlp", "mlp")}, "model.sublayers names mlp more than once"),
     ],
@@ -284,6 +291,23 @@ def test_a_plugin_that_is_not_python_is_refused(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_bytes(content)
         with pytest.raises(InputError, match=f"run.loss: {name}:x cannot be imported: "):
             small({"run.loss": f"{name}:x"})
+
+
+def test_an_error_of_a_file_names_the_dataset(monkeypatch):
+    def failed(self, number):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Given, "sample", failed)
+    with pytest.raises(InputError, match=r"Given: sample 0: .*Input/output error"):
+        OwnDataset(name_of(Given), 16)
+
+
+@parallel(ranks=[2])
+def test_an_optimizer_that_ends_the_program_is_refused(comm):
+    """And a module: then the other ranks would wait."""
+    own = {"optimizer.kind": "own", "optimizer.own": name_of(Ending)}
+    with pytest.raises(InputError, match=r"tests\._own:Ending ends the program"):
+        trained(comm, own | layout(d=2))
 
 
 @pytest.mark.parametrize("in_sample", [False, True])

@@ -130,8 +130,46 @@ def test_model_state_and_axes_are_this_ranks(comm, tmp_path):
 
 
 def test_two_hooks_of_one_name_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="same name"):
+    with pytest.raises(InputError, match="same name"):
         Hooks([Noted(), Noted()])
+
+
+@pytest.mark.parametrize("hooks", [[Hook], [None], 5, "ab", [object()]])
+def test_an_object_that_is_no_hook_is_refused(hooks):
+    with pytest.raises(InputError, match=r"legal is a list of objects of ptdmpi\.Hook"):
+        Hooks(hooks)
+
+
+class Keeping(Hook):
+    """A hook whose state is an object that it changes later."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def state(self):
+        return self.kept
+
+
+def test_the_state_of_a_hook_is_a_copy_as_a_file_returns_it():
+    """The checksum of a manifest sorts keys, and a save in the background reads the state later."""
+    kept = {2: [1], 10: None}
+    states = Hooks([Keeping(kept)]).states()
+    kept[2].append(5)
+    assert states == {"Keeping": {"2": [1], "10": None}}
+
+
+@pytest.mark.parametrize("state", [{1}, b"a", torch.ones(1), {"a": 10**5000}, {(1, 2): 3}])
+def test_a_state_that_is_no_json_names_its_hook(state):
+    with pytest.raises(InputError, match="the state of hook Keeping cannot be converted to JSON"):
+        Hooks([Keeping(state)]).states()
+
+
+@parallel(ranks=[1])
+def test_a_run_that_has_ended_is_not_trained_again(comm, tmp_path):
+    run = made(comm, tmp_path, {"run.steps": 1})
+    run.train()
+    with pytest.raises(InputError, match=r"this run has ended; legal: a new ptdmpi\.Run"):
+        run.train()
 
 
 class Ends(Hook):

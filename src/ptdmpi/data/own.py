@@ -70,8 +70,11 @@ class OwnDataset:
         weights are 1). Raise InputError if the method `sample` tries to end the program (for
         example by `sys.exit`), if ids or weights have other sizes, if an id is not an integer or is
         outside the vocabulary, or if a weight is not finite."""
-        with users_code(f"{self.path}: sample {number}"):
-            sample: Any = self._own.sample(int(number))
+        try:
+            with users_code(f"{self.path}: sample {number}"):
+                sample: Any = self._own.sample(int(number))
+        except OSError as error:
+            raise InputError(f"{self.path}: sample {number}: {error}") from error
         ids, weights = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
         ids = self._array(ids, "ids", number)
         if ids.shape != (self.seq_length + 1,):
@@ -104,7 +107,7 @@ class OwnDataset:
         be converted to an array, raise InputError with a message that contains `name`."""
         try:
             return np.asarray(values)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InputError(f"{self.path}: sample {number}: {name}: {error}") from error
 
 

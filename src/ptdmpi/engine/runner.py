@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.comm.clock import Total
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.model.batch import MicrobatchPass
@@ -110,6 +111,8 @@ class Runner:
         for place, action in enumerate(program):
             try:
                 self._act(work, action)
+            except SystemExit:  # in a module of the user's own; other ranks would wait forever
+                raise InputError(f"code in op {action} ends the program") from None
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from ptdmpi.base.plugins import plugin
+from ptdmpi.base.plugins import plugin, users_code
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
@@ -115,7 +115,8 @@ def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Ten
 
 def own_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
     """Do the update of the user's own optimizer, `optimizer.own`."""
-    plugin("optimizers", config.own).update(config, group, rate, updates)
+    with users_code(config.own):
+        plugin("optimizers", config.own).update(config, group, rate, updates)
 
 
 UPDATES: Mapping[str, Callable[[OptimizerConfig, Alike, float, Tensor], None]] = {

@@ -1,10 +1,12 @@
 """Hooks: objects that a user's program adds to a run. The run calls the methods of a hook at
 certain points, for example after each step."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import users_code
 from ptdmpi.train.live import Completed
 
@@ -38,7 +40,8 @@ class Hook:
 
     def state(self) -> Any:
         """Return the state of the hook for a checkpoint, as an object that can be converted to
-        JSON. Return None to store nothing. Checkpoints store the state that rank 0 returns.
+        JSON. Return None to store nothing. Checkpoints store the state that rank 0 returns. In JSON
+        the keys of a dict are texts: a key 5 is "5" when the state is restored.
         """
         return None
 
@@ -51,12 +54,14 @@ class Hooks:
     hook ends the program, for example by `sys.exit`, the methods of this class raise InputError."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
-        """Store the hooks. Raises ValueError if two hooks have the same name, because a checkpoint
-        stores one state for each name.
+        """Store the hooks. Raises InputError if an object is not a `Hook`, or if two hooks have the
+        same name, because a checkpoint stores one state for each name.
         """
+        if not isinstance(hooks, list | tuple) or not all(isinstance(hook, Hook) for hook in hooks):
+            raise InputError(f"hooks = {hooks!r}: legal is a list of objects of ptdmpi.Hook")
         self._hooks = {hook.name or type(hook).__name__: hook for hook in hooks}
         if len(self._hooks) < len(hooks):
-            raise ValueError(f"hooks of the same name: give each a name of its own, {hooks}")
+            raise InputError(f"hooks of the same name: give each a name of its own, {hooks}")
 
     def step_ended(self, step: Completed) -> None:
         """Call the method `step_ended` of each hook."""
@@ -83,12 +88,9 @@ class Hooks:
                 hook.stopped(step, why)
 
     def states(self) -> dict[str, Any]:
-        """Return a dict: name of a hook -> state of the hook. Hooks without a state are left
-        out."""
-        states = {}
-        for name, hook in self._hooks.items():
-            with users_code(f"hook {name}"):
-                states[name] = hook.state()
+        """Return a dict: name of a hook -> a copy of the hook's state. Hooks without a state are
+        left out. Raise InputError if a state cannot be converted to JSON."""
+        states = {name: _copied(name, hook) for name, hook in self._hooks.items()}
         return {name: state for name, state in states.items() if state is not None}
 
     def restore(self, states: Mapping[str, Any]) -> None:
@@ -98,3 +100,15 @@ class Hooks:
             if name in states:
                 with users_code(f"hook {name}"):
                     hook.restore(states[name])
+
+
+def _copied(name: str, hook: Hook) -> Any:
+    """Return the state of a hook as JSON returns it, which is a copy: the hook may change its own
+    object while a checkpoint is written in the background. Raise InputError if the state is not
+    JSON."""
+    with users_code(f"hook {name}"):
+        state = hook.state()
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"the state of hook {name} cannot be converted to JSON: {error}") from None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ptdmpi.base.plugins import name_of
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Axes, World, end_together
-from ptdmpi.config import Config, load, with_values
+from ptdmpi.config import Config, SharedInputError, load, with_values
 from ptdmpi.model.output.own import LossInput
 from ptdmpi.model.state import State
 from ptdmpi.train.checks import checked
@@ -73,6 +73,7 @@ class Run:
         until its end. Raises InputError, on all ranks, if the run cannot begin. If a rank does not
         catch an exception, all ranks are ended.
         """
+        self._closed = False
         self._owns_launch = launch is None
         self._before = [signal.getsignal(number) for number in SIGNALS]
         self._launch = _all_ranks() if launch is None else launch
@@ -97,8 +98,10 @@ class Run:
     def __iter__(self) -> Iterator[Completed]:
         """Train the model, and yield each step. If the run is asked to stop, for example by a
         signal, it saves a checkpoint and raises SystemExit (75). If the run fails, SystemExit has
-        the same exit code as `ptdmpi train`.
+        the same exit code as `ptdmpi train`. Raises SharedInputError if the run is closed.
         """
+        if self._closed:
+            raise SharedInputError("this run has ended; legal: a new ptdmpi.Run, which resumes it")
         source = self._survivors or self._loop
         assert source is not None
         try:
@@ -135,6 +138,7 @@ class Run:
         After the end of the iteration, or after a `break`, the run is already closed, and this
         method does nothing. The model stays in memory.
         """
+        self._closed = True
         if self._now is not None:
             self._now.close()
         self._release()

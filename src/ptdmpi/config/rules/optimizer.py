@@ -133,6 +133,8 @@ def _own_mistake(name: str) -> str:
     lacking = [part for part in ("moments", "update") if not hasattr(own, part)]
     if lacking:
         return f"optimizer.own: {name} has no {lacking[0]}; legal: a class with moments and update"
+    if not callable(own.update):
+        return f"optimizer.own: {name} has an update of type {type(own.update).__name__}"
     names = own.moments
     if not isinstance(names, tuple | list) or not all(_names_a_moment(name) for name in names):
         return (

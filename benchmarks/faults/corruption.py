@@ -77,7 +77,7 @@ def main() -> None:
         comm.Barrier()
         begin = time.perf_counter()
         engine.verification.after_update(0)
-        engine.verification.verify()
+        engine.verification.before_save()
         comm.Barrier()
         return time.perf_counter() - begin
 

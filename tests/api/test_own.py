@@ -11,7 +11,7 @@ import tomlkit
 import torch
 from mpi4py import MPI
 
-from ptdmpi.base.plugins import name_of, plugin
+from ptdmpi.base.plugins import name_of, plugin, users_code
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.data.own import OwnDataset
@@ -317,6 +317,19 @@ def test_a_dataset_that_ends_the_program_is_refused(tmp_path, monkeypatch, in_sa
     monkeypatch.setattr(Ends, "in_sample", in_sample)
     with pytest.raises(InputError, match=r"tests\._own:Ends.* ends the program"):
         OwnDataset(name_of(Ends), 16)
+    assert Path.cwd() == tmp_path
+
+
+def test_the_directory_is_restored_whichever_thread_leaves_first(tmp_path, monkeypatch):
+    """Samples are read in a thread of their own, while the loss is computed."""
+    monkeypatch.chdir(tmp_path)
+    sample, loss = users_code("sample"), users_code("loss")
+    sample.__enter__()
+    os.chdir("/")
+    loss.__enter__()
+    sample.__exit__(None, None, None)
+    assert Path.cwd() == tmp_path
+    loss.__exit__(None, None, None)
     assert Path.cwd() == tmp_path
 
 

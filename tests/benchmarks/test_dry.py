@@ -3,6 +3,7 @@ functions that are made."""
 
 import itertools
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -140,7 +141,7 @@ def test_nothing_is_under_way_after_a_row(comm):
         return Counts(*([0] * len(Counts._fields)))
 
     engine_on = kinds.engine_on
-    host = {"DEVICE": torch.device("cpu"), "begin": lambda: None}
+    host = {"DEVICE": torch.device("cpu"), "begin": lambda: None, "offered_attention": nullcontext}
     with mock.patch.multiple(kinds, engine_on=made, counted=counted, **host):
         kinds.of_two(test_kinds.LAYOUTS["neighbours, under way"])
     assert engines[0].policy.settled

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 import re
+import threading
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import Any
@@ -46,16 +47,46 @@ def is_plugin(group: str, name: str) -> bool:
     return IMPORTED.fullmatch(name) is not None or name in _registered(group)
 
 
+class _Directory:
+    """The working directory of the process while the user's code runs, in one or several threads.
+    The first context that is entered determines the directory. It is held open, so that it can be
+    restored even if it has been removed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0  # the number of contexts that have been entered and not left
+        self._here = -1
+
+    def enter(self) -> None:
+        """Hold the working directory open, unless another context does so already."""
+        with self._lock:
+            if not self._inside:
+                self._here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+            self._inside += 1
+
+    def leave(self) -> None:
+        """Restore the working directory."""
+        with self._lock:
+            self._inside -= 1
+            try:
+                os.fchdir(self._here)
+            finally:
+                if not self._inside:
+                    os.close(self._here)
+
+
+DIRECTORY = _Directory()
+
+
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
     """Return a context for a call of the user's own code. `name` is the name of the code in errors.
 
     If the code ends the program, for example by `sys.exit`, raise InputError: the other ranks would
     wait for this rank forever. At its end the context restores the working directory, because
-    relative paths in the configuration must not change their meaning. The directory is held open,
-    so this works even if the directory has been removed.
+    relative paths in the configuration must not change their meaning.
     """
-    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    DIRECTORY.enter()
     try:
         yield
     except SystemExit:
@@ -63,8 +94,7 @@ def users_code(name: str) -> Iterator[None]:
             f"{name} ends the program; legal: to return, or to raise an error"
         ) from None
     finally:
-        os.fchdir(here)
-        os.close(here)
+        DIRECTORY.leave()
 
 
 def _registered(group: str) -> dict[str, str]:

@@ -286,18 +286,22 @@ def _cut(text: str, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
-# a part of the name of a key that other trainers have -> why no key takes its place here
+# a part of the name of a key that other trainers have -> a key of the section in which it would be,
+# and why no key takes its place here
 ABSENT = {
-    "capacity": "an expert has no capacity: it computes all tokens that are routed to it, and no "
-    "token is dropped; legal: no such key (model.balance makes the loads of experts equal)",
+    "capacity": (
+        "experts",
+        "an expert has no capacity: it computes all tokens that are routed to it, and no token is "
+        "dropped; legal: no such key (model.balance makes the loads of experts equal)",
+    ),
 }
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    for part, why in ABSENT.items():
-        if part in name:
-            return f": {why}"
     known = list(known)
+    for part, (beside, why) in ABSENT.items():
+        if part in name and beside in known:
+            return f": {why}"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; legal are {', '.join(known)}"
 

@@ -187,8 +187,7 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
         place = LaunchPlace("mpiexec")
     if nodes:
         place = replace(place, nodes=nodes)
-    elif not place.nodes:
-        nodes = _allocated(environment)
+    elif not place.nodes and (nodes := _allocated(environment)):
         place = replace(place, nodes=nodes, ranks=sum(node.ranks for node in nodes))
     if place.nodes:
         options += _passed_on(place.launcher, environment)
@@ -261,9 +260,15 @@ def _flux(environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
     command `flux hostlist` prints the names."""
     command = ["flux", "hostlist", "--expand", "local"]
     try:
-        asked = subprocess.run(command, env=dict(environment), capture_output=True, text=True)
+        asked = subprocess.run(
+            command, env=dict(environment), capture_output=True, text=True, timeout=PROBE_S
+        )
     except OSError as error:
         raise InputError(f"FLUX_URI is set, but flux: {error.strerror}; legal: --hosts") from None
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"{' '.join(command)}: no answer in {PROBE_S:g} s; legal: --hosts"
+        ) from None
     if asked.returncode or not asked.stdout.split():
         why = (asked.stderr.strip().splitlines() or ["it printed no host"])[-1]
         raise InputError(f"{' '.join(command)}: {why}; legal: --hosts")

@@ -47,6 +47,10 @@ def test_ranks_that_differ_are_named(comm):
         (line,) = lines
         assert "rank 0 has AVX512 00000000, rank 1 on " in line and "has AVX2 11111111" in line
         assert agree(world, CPU, names) == (names, lines)
+        assert (
+            "before: AVX2 11111111, AVX512 00000000, other"
+            in agree(world, CPU, [*names, "other"])[1][1]
+        )
         assert "before: AVX512 00000000" in agree(world, CPU, ["AVX512 00000000"])[1][1]
 
 

@@ -200,10 +200,10 @@ class OwnLoss:
         if total.device != device:
             raise InputError(f"{self.name} returned a sum on {total.device}; legal: on {device}")
         if isinstance(count, Tensor):
-            if count.numel() != 1 or count.device != device or count.is_complex():
+            if count.numel() != 1 or count.is_meta or count.is_complex():
                 shape = f"{list(count.shape)} on {count.device}"
                 raise InputError(f"{self.name} returned a count of shape {shape}, not one number")
-            count = count.detach().reshape(()).to(torch.float64)
+            count = count.detach().reshape(()).to(device, torch.float64)
             if device.type != "cpu":  # a check would wait for the device
                 return total, count
         try:

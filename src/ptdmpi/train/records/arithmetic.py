@@ -50,10 +50,10 @@ def agree(world: World, device: torch.device, before: Sequence[str]) -> tuple[li
             f"the ranks' processors compute different last bits: rank 0 has {first}, rank {rank} "
             f"on {host} has {name}"
         )
-    if before and not set(names) <= set(before):
+    if before and set(names) != set(before):
         lines.append(
-            f"the processors compute other last bits than before ({', '.join(names)}; before: "
-            f"{', '.join(before)}), so the bits of results change"
+            f"the ranks compute other last bits than before ({', '.join(names)}; before: "
+            f"{', '.join(before)}), so the bits of results may change"
         )
     return names, lines
 

@@ -25,7 +25,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,7 @@ from tests._mpirun import (
     mpirun,
 )
 
-__all__ = ["ROOT", "MpirunError", "MpirunTimeout", "mpi_environment", "mpirun", "parallel"]
+__all__ = ["ROOT", "MpirunError", "MpirunTimeout", "mpi_environment", "mpirun", "names", "parallel"]
 
 STARTUP_LIMIT_S = 120.0  # until every rank has imported the test module, on a busy machine
 MANY = 4  # more ranks than this take most of a minute to start on two cores
@@ -77,6 +77,15 @@ def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callab
         return pytest.mark.parametrize("ranks", [_marked(one) for one in ranks])(run)
 
     return decorate
+
+
+def names(rows: Iterable[str], *, short: Container[str]) -> pytest.MarkDecorator:
+    """Return the decorator that calls a test for the `name` of each row. `make test-long` runs the
+    rows that are not in `short`."""
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in rows],
+    )
 
 
 def _marked(ranks: object) -> object:

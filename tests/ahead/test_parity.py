@@ -11,7 +11,7 @@ from tests._engines import microbatches
 from tests.context.test_parity import in_documents
 from tests.experts.test_expert_parallel import Row, check, dealt
 from tests.latent.test_parity import WITH_EXPERTS
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 AHEAD = {"model.mtp_depth": 2, "model.mtp_loss_coefficient": 0.5, "precision.compute": "fp64"}
 # without biases: the bias of keys has no gradient, so that its updates are rounding errors
@@ -84,14 +84,7 @@ def batches_of(engine: Engine, step: int) -> list[Microbatch]:
 
 @pytest.mark.cases(2)
 @parallel(ranks=[2])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in SHORT else pytest.mark.long)
-        for name in ROWS
-        if name not in WIDE
-    ],
-)
+@names([name for name in ROWS if name not in WIDE], short=SHORT)
 def test_parity_with_one_rank(comm, name):
     check(comm, ROWS[name], 3, batches_of)
 

@@ -8,7 +8,7 @@ from benchmarks.planning.allocated import measured
 from ptdmpi.comm.world import World
 from ptdmpi.config.choices import CONTEXT_METHODS
 from tests._engines import build, foreseen_by, from_root, microbatches
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 LENGTH = 1024
 MODEL = {
@@ -64,9 +64,7 @@ def peak(world: World, changes, length: int) -> tuple[int, int]:
 
 
 @parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in SHAPES]
-)
+@names(SHAPES, short=FEW)
 @pytest.mark.parametrize("method", CONTEXT_METHODS)
 def test_activations_shrink_with_c_as_the_formula_says(comm, method, name):
     """On every rank. Four ranks share a longer sequence, so that the library's memory for attention

@@ -20,7 +20,7 @@ from ptdmpi.parity import probe
 from tests._configs import layout, small
 from tests._engines import build, from_root, microbatches, whole_weights
 from tests.context._rows import BASE, LLAMA, ROWS, SIX_HEADS, context, ulysses
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 MEAN_DOCUMENT = 6
 
@@ -83,10 +83,7 @@ FEW += ("ring c2 documents, window", "ring c2 d2 zero 3")
 
 @pytest.mark.cases(6)
 @parallel(ranks=[4])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in ROWS],
-)
+@names(ROWS, short=FEW)
 def test_parity_with_one_rank(comm, name):
     check(comm, name, 3)
 

@@ -30,7 +30,7 @@ from tests.adapters.test_engine import close, expected, merged, some_adapters
 from tests.checkpoint.test_sharded import assert_whole
 from tests.experts.test_expert_parallel import check, dealt, trained
 from tests.experts.test_parity import GROUPED, MIXED
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 LORA = {"adapt.method": "lora", "adapt.rank": 3, "adapt.alpha": 6.0}
 BESIDE = LORA | {"adapt.targets": ["attention.*"]}
@@ -92,9 +92,7 @@ def test_gradients_are_those_of_the_merged_weights(comm, method):
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in ROWS]
-)
+@names(ROWS, short=SHORT)
 def test_parity_with_one_rank(comm, name):
     check(comm, ROWS[name], 3)
 

@@ -18,7 +18,7 @@ from tests._engines import build, from_root, whole_weights
 from tests.checkpoint.test_sharded import assert_whole, checkpoints, saved
 from tests.context.test_parity import batches_of
 from tests.experts.test_parity import GROUPED, MIXED
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 Curve = list[float]
 Batches = Callable[[Engine, int], list[Microbatch]]
@@ -153,14 +153,7 @@ def check(comm, row: Row, steps: int, batches: Batches = batches_of) -> None:
 
 @pytest.mark.cases(2)
 @parallel(ranks=[4])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in SHORT else pytest.mark.long)
-        for name in ROWS
-        if name not in WIDE
-    ],
-)
+@names([name for name in ROWS if name not in WIDE], short=SHORT)
 def test_parity_with_one_rank(comm, name):
     check(comm, ROWS[name], 3)
 

@@ -12,7 +12,7 @@ from tests._configs import Changes, small
 from tests._engines import build
 from tests.experts.test_expert_parallel import BATCH, FULL, Row, check, dealt, go_on
 from tests.experts.test_parity import GROUPED, MIXED
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 DIVIDED = {"parallel.sequence_parallel": True}
 SEQUENCE = {"model.balance": "sequence", "model.balance_coefficient": 0.02}
@@ -70,9 +70,7 @@ SHORT = ("t2 divided full", "t2 e2", "t4 e2", "t2 e2 c2 zero 3 divided")
 
 @pytest.mark.cases(2)
 @parallel(ranks=[4])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in ROWS]
-)
+@names(ROWS, short=SHORT)
 def test_parity_with_one_rank(comm, name):
     check(comm, ROWS[name], 3)
 

@@ -8,7 +8,7 @@ from tests.context._rows import BASE, DOCUMENTS, LATENT, context
 from tests.experts.test_expert_parallel import FULL, Row, check
 from tests.experts.test_expert_tensor import DIVIDED
 from tests.experts.test_parity import GROUPED, MIXED
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 # a large coefficient, so that a loss that is counted wrong shows
 LOSS: Changes = {"model.balance": "sequence", "model.balance_coefficient": 0.5}
@@ -56,14 +56,7 @@ SHORT = ("c2 documents full", "t2 c2 whole", "c3 ring", "c2 ulysses documents")
 
 @pytest.mark.cases(2)
 @parallel(ranks=[4])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in SHORT else pytest.mark.long)
-        for name in ROWS
-        if name not in WIDE
-    ],
-)
+@names([name for name in ROWS if name not in WIDE], short=SHORT)
 def test_parity_with_one_rank(comm, name):
     check(comm, ROWS[name], 3)
 

@@ -44,7 +44,7 @@ from tests._layers import tensor_axis
 from tests._rows import ADAPTED, SHAPES, has_many_scales, require_legal
 from tests.model.layer.test_launches import LEAST_LAUNCHED, RECIPES, this_trainer
 from tests.model.layer.test_rows import METHODS, B, H, S, kept_by_layer, layer_of
-from tests.parallel import parallel
+from tests.parallel import names, parallel
 
 MODELS = SHAPES | ADAPTED
 SCALED = [recipe for recipe in RECIPES if recipe.startswith("fp8")]
@@ -432,13 +432,7 @@ def test_a_planted_error_is_found(error):
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("gpt", "ia3") else pytest.mark.long)
-        for name in MODELS
-    ],
-)
+@names(MODELS, short=("gpt", "ia3"))
 def test_a_tensor_rank_keeps_the_operands_of_its_rows(comm, name):
     """Sequence parallelism keeps only those at this rank's positions."""
     require_legal(name, comm.size)

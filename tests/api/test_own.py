@@ -207,6 +207,9 @@ def test_data_of_another_length_is_refused(comm, tmp_path):
         ({"given": torch.ones(17, requires_grad=True)}, "sample 0: ids: "),
         ({"given": ([1] * 17, [float("nan")] * 16)}, "weights that are not finite"),
         ({"given": ([1] * 17, ["a"] * 16)}, "weights that are not finite"),
+        ({"given": ([1] * 17, [1.0] * 15 + [-1])}, "a weight of -1; legal: 0, or 1e-12 to 1e"),
+        ({"given": ([1] * 17, [1e-45] * 16)}, "a weight of 1e-45; legal: 0, or 1e-12"),
+        ({"given": ([1] * 17, [1e300] * 16)}, "a weight of 1e\\+300; legal: 0, or 1e-12"),
     ],
 )
 def test_an_object_that_is_no_dataset_is_refused(monkeypatch, changes, text):

@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import tomlkit
 import torch
+from mpi4py import MPI
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, with_values
@@ -170,6 +173,41 @@ def test_a_run_that_has_ended_is_not_trained_again(comm, tmp_path):
     run.train()
     with pytest.raises(InputError, match=r"this run has ended; legal: a new ptdmpi\.Run"):
         run.train()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((None,), "the configuration is None of the type NoneType; legal: the path of a TOML"),
+        ((3,), "the configuration is 3 of the type int; legal"),
+        (({3: 4},), "the configuration is .* of the type dict; legal"),
+        (({}, 3), r"the settings are 3 of the type int; legal: a dictionary such as"),
+        (({}, {3: 4}), "the settings are .* of the type dict; legal: a dictionary"),
+        (
+            ({}, {"run.steps": object()}),
+            r"run\.steps = <object .*: Input should be a valid int",
+        ),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(given, text):
+    launch = Launch(World(MPI.COMM_SELF), StopRequest())
+    with pytest.raises(InputError, match=text):
+        Run(*given, launch=launch)
+    with pytest.raises(InputError, match="launch is of the type int; legal: a Launch"):
+        Run({}, launch=3)
+
+
+@parallel(ranks=[1])
+def test_a_run_in_another_thread_is_refused(comm, tmp_path):
+    """Python handles signals only in the main thread, and only its errors end all ranks."""
+    run = made(comm, tmp_path, {"run.steps": 1})
+    run._owns_launch = True
+    with ThreadPoolExecutor(1) as pool:
+        for call in (run.train, partial(Run, "config.toml")):
+            with pytest.raises(InputError, match=r"outside the main thread.*; legal: the main"):
+                pool.submit(call).result()
+    run._owns_launch = False
+    run.train()
 
 
 class Ends(Hook):

@@ -288,6 +288,16 @@ def test_adapters_stand_on_no_other_function_of_the_weights(corpora, has_task):
             course.stand_on(base, Path("step-5"), other, None)
 
 
+def test_the_key_that_was_changed_is_named_and_not_its_consequence(corpora):
+    """Another activation changes the default width of the MLP, too."""
+    config, datasets = _start(corpora)
+    manifest = _manifest(_course(config, datasets))
+    other = {"activation": "swiglu", "ffn_hidden": 256, "expert_hidden": 256}
+    manifest["model"].update(other)
+    with pytest.raises(InputError, match=r"it was trained with model\.activation = swiglu, this"):
+        _course(config, datasets).judge("resume", Path("step-5"), manifest)
+
+
 def test_other_validation_data_are_told(corpora):
     first, other = _course(*_start(corpora)), _course(*_start(corpora, valid="b"))
     other.judge("resume", Path("step-5"), _manifest(first))

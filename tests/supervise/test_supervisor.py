@@ -105,6 +105,14 @@ def test_a_zero_of_the_launcher_is_not_trusted(job, tmp_path):
     assert len(calls(tmp_path)) == 2
 
 
+def test_a_launcher_that_starts_nothing_is_reported_at_once(job, tmp_path):
+    code, text = ends(job("sys.exit(0)", "done(9)"))
+    assert code == 2 and "run: mpirun ended with exit code 0 and has started no rank" in text
+    assert len(calls(tmp_path)) == 1
+    code, text = ends(job("done(9)", options=("--launcher", "echo")))
+    assert code == 2 and "run: echo ended with exit code 0 and has started no rank" in text
+
+
 def test_an_error_that_repeats_at_the_same_step_is_final(job, tmp_path):
     code, text = ends(job("step(3); fail()", "fail()", "done(9)"))
     assert code == 1 and "the same step failed twice, after step 3" in text

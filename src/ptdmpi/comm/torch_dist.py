@@ -1,9 +1,9 @@
 """The `torch` transport. Its groups are process groups of torch.distributed, on every device for
 which torch.distributed has a communication library.
 
-The library is RCCL (which torch names "nccl") on AMD's GPUs, XCCL on Intel's GPUs, and gloo on the
-host. The groups have the same ranks as the MPI communicators. To start torch.distributed, ranks
-exchange messages over MPI.
+The library is RCCL (which torch names "nccl") on AMD's GPUs, and gloo on the host. The groups have
+the same ranks as the MPI communicators. To start torch.distributed, ranks exchange messages over
+MPI.
 """
 
 import atexit
@@ -25,7 +25,7 @@ from ptdmpi.comm.routed import Pair, RoutedCommunicator
 from ptdmpi.comm.store import MpiStore
 from ptdmpi.config import SharedInputError
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 PATIENCE_S = 2.0  # time limit in seconds for a thread to end; normally the thread ends at once
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 has new names for these functions, and warns about the old names

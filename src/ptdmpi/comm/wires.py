@@ -59,7 +59,7 @@ def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None
 def preferred(device: torch.device) -> tuple[str, str]:
     """Return the transport that "auto" chooses for ranks that compute on `device`, and a remark for
     the log."""
-    if device.type == "xpu" or (device.type == "cuda" and torch.version.hip):
+    if device.type == "cuda" and torch.version.hip:
         return "torch", ""
     if device.type == "cuda" and installed():
         return "nccl", ""

@@ -67,6 +67,10 @@ class QuantizeConfig(Section):
     block: Reported[Annotated[int, Field(ge=2, le=2**20, multiple_of=2)]] = 64
 
 
+# keys whose defaults `ModelConfig._fill_in` computes from the values of other keys
+DERIVED = ("kv_heads", "head_size", "rope_high_factor", "ffn_hidden", "expert_hidden")
+
+
 class ModelConfig(Section):
     """The section [model]: a transformer with `layers` layers (l), hidden size `hidden` (h) and
     `heads` attention heads (a), for sequences of `seq_length` tokens (s).

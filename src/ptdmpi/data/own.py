@@ -20,6 +20,10 @@ from ptdmpi.base.plugins import is_plugin, plugin, users_code
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.order import SampleOrder
 
+# The range of weights above 0. The gradients of a step are divided by the sum of its weights, and
+# float32 has no reciprocal of much smaller sums.
+LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
+
 
 def is_own(path: str) -> bool:
     """Return True if the path of a dataset names a class of the user's own. Return False if a file
@@ -69,7 +73,7 @@ class OwnDataset:
         """Return the ids [s + 1] of sample `number`, and the weights [s] of its labels (None: all
         weights are 1). Raise InputError if the method `sample` tries to end the program (for
         example by `sys.exit`), if ids or weights have other sizes, if an id is not an integer or is
-        outside the vocabulary, or if a weight is not finite."""
+        outside the vocabulary, or if a weight is neither 0 nor in the legal range."""
         try:
             with users_code(f"{self.path}: sample {number}"):
                 sample: Any = self._own.sample(int(number))
@@ -100,6 +104,12 @@ class OwnDataset:
             )
         if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all():
             raise InputError(f"{self.path}: sample {number} has weights that are not finite")
+        wrong = weights[(weights != 0) & ((weights < LEAST_WEIGHT) | (weights > MOST_WEIGHT))]
+        if wrong.size:
+            raise InputError(
+                f"{self.path}: sample {number} has a weight of {wrong[0]:g}; legal: 0, or "
+                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+            )
         return ids, weights.astype(np.float32)
 
     def _array(self, values: Any, name: str, number: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from ptdmpi.engine.corruption import Verification
 from ptdmpi.engine.data_parallel import method_of
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
+from ptdmpi.engine.legal import require_legal, require_same_parameters
 from ptdmpi.engine.loads import Balance, ExpertLoads
 from ptdmpi.engine.muon import names_of_kinds
 from ptdmpi.engine.noise import OwnGradient
@@ -50,7 +51,6 @@ from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block
-from ptdmpi.plan.layer.legality import refusals
 from ptdmpi.plan.layout.grid import CONTEXT, EXPERTS, LOSSES, PARAMETERS, SHARDS
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
@@ -80,13 +80,14 @@ class Engine:
         self.vocab_size = vocab_size
         self.place = Place() if place is None else place
         self.device = torch.device(device)
-        _require_legal(config, axes)
+        require_legal(config, axes)
         pipeline = axes["pipeline"]
         self.schedule = schedules.build(
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
         self.context = ContextAxis(axes[CONTEXT], config.parallel.context_method)
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
+        require_same_parameters(axes, self.stages)
         # the entry of `LOSS_KINDS` for each loss, by the name of the loss
         self.losses = kinds_of(config)
         self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]
@@ -333,18 +334,6 @@ class Engine:
             sums = [added(every, slice(n * each, (n + 1) * each)) for n in range(len(names))]
         sums = self.axes["pipeline"].broadcast_numbers(sums, self.schedule.rank_of(last_stage))
         return dict(zip(names, sums, strict=True))
-
-
-def _require_legal(config: Config, axes: Axes) -> None:
-    """Raise SharedInputError if an operator of the model refuses the layout, or if the run is
-    `reproducible` and its transport does not sum in ascending order of ranks."""
-    for mistake in refusals(config.layout, config.model):
-        raise SharedInputError(mistake)
-    if config.run.reproducible and not axes.exact:
-        raise SharedInputError(
-            "run.reproducible = true needs sums in ascending rank order, which "
-            f'comm.wire = "{config.comm.wire}" does not guarantee; legal: comm.wire = "mpi"'
-        )
 
 
 def _stages(

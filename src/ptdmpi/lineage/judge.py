@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ptdmpi.config import Config, InputError, ModelConfig
+from ptdmpi.config.model import DERIVED
 from ptdmpi.config.section import OnResume
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn, changed_at
 from ptdmpi.plan.layout.topology import file_sha256
@@ -171,6 +172,9 @@ def _require_same_model(
     same. `otherwise` is added to the legal values in the message. It is not added for keys in
     HEADS, because these keys must also be the same if a new run begins with the weights."""
     here = config.model.model_dump()
+    # a change of another key also changes the default of a derived key, and the error must name the
+    # key that the user has changed
+    keys = sorted(keys, key=lambda key: key in DERIVED)
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
     for key in keys:

@@ -3,13 +3,15 @@
 functions raises TypeError if it gets the description of another kind of module."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ptdmpi.base.errors import InputError
+from ptdmpi.base.plugins import users_code
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
@@ -23,8 +25,9 @@ from ptdmpi.model.tensor_parallel import (
     RowParallelLinear,
     TensorAxis,
 )
+from ptdmpi.plan.layer.fitting import local_width
 from ptdmpi.plan.layer.low_bit import LowBit
-from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Parts, Scale, as_linear, as_table
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.shape import parameters
@@ -68,12 +71,19 @@ def added_linear(
 
 
 def add(owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Register `module` in `owner` under a dotted name, such as "attention.qkv"."""
+    """Register `module` in `owner` under a dotted name, such as "attention.qkv". Raise InputError
+    if a part of the name is the name of another attribute, such as "training"."""
     path, _, leaf = name.rpartition(".")
-    for part in filter(None, path.split(".")):
-        if not hasattr(owner, part):
+    for part in (*filter(None, path.split(".")), leaf):
+        if hasattr(owner, part) and part not in dict(owner.named_children()):
+            raise InputError(
+                f"model.sublayers: {name}: {part} is an attribute of every module; legal: another "
+                "name"
+            )
+        if part != leaf and not hasattr(owner, part):
             owner.add_module(part, nn.Module())
-        owner = owner.get_submodule(part)
+        if part != leaf:
+            owner = owner.get_submodule(part)
     owner.add_module(leaf, module)
 
 
@@ -254,3 +264,70 @@ def require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: in
     others -= sum(sum(part.weights(tensor)) for part in row.parts().values())
     if others:
         raise InputError(f"{mistake}the module has {others} more elements than parts() says")
+
+
+def own(owner: nn.Module, row: Operator, build: Any) -> Callable[..., Any]:
+    """Return the module of an operator that a user has written, after registering it in `owner`.
+    Raise InputError if it is no module, or if its parameters are not those that `row` describes."""
+    where = f"sublayer operator {row.name}"
+    if not isinstance(row, OwnOperator):
+        raise InputError(
+            f"{where} is of the type {type(row).__name__}, which makes no module; legal: a class "
+            "that is derived from OwnOperator"
+        )
+    try:
+        with users_code(where):
+            module = row.module(build)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"{where}: module() returned {type(module).__name__}; legal: a torch.nn.Module"
+        )
+    for name, weight in module.named_parameters():
+        if not isinstance(weight, Parameter):
+            raise InputError(
+                f"{where}: the parameter {name} is a {type(weight).__name__}; legal: a result of "
+                "ptdmpi.model.parameters.declare"
+            )
+    add(owner, row.name, module)
+    require_parts(owner, row, module, build.axis.size)
+    return module
+
+
+def checked(
+    compute: Callable[..., Any], row: Operator, later: Sequence[Operator], build: Any
+) -> Callable[..., Any]:
+    """Return `compute`, the function of an operator that a user has written, with a check of its
+    outputs. `later` are the operators after it. The function raises InputError for outputs that the
+    next operator cannot read, and if the user's code ends the program."""
+    where = f"sublayer operator {row.name}"
+    widths = [
+        local_width(later, name, hidden=build.model.hidden, tensor=build.axis.size)
+        for name in row.outputs
+    ]
+
+    def outputs_of(*inputs: Any) -> Any:
+        """Return the outputs of the operator, after checking them."""
+        if torch.compiler.is_compiling():
+            outputs = compute(*inputs)
+        else:
+            with users_code(where):
+                outputs = compute(*inputs)
+        values = (outputs,) if isinstance(outputs, Tensor) else outputs
+        known = isinstance(values, tuple) and all(isinstance(x, Tensor) for x in values)
+        if not known or len(values) != len(widths):
+            raise InputError(f"{where} must return {len(widths)} tensors, in a tuple if several")
+        x = inputs[0]
+        for name, value, width in zip(row.outputs, values, widths, strict=True):
+            legal = (x.shape[1], width)
+            if width is None:
+                continue
+            if value.dim() != 3 or value.shape[1:] != legal or value.dtype != x.dtype:
+                raise InputError(
+                    f"{where} returned {name!r} of shape {list(value.shape)} and {value.dtype}; "
+                    f"legal: [positions, {legal[0]}, {legal[1]}] and {x.dtype}"
+                )
+        return outputs
+
+    return outputs_of

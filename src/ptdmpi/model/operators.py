@@ -410,14 +410,6 @@ def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Te
     return Residual(module)
 
 
-def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
-    assert isinstance(row, OwnOperator)
-    module: nn.Module = row.module(build)
-    add(owner, row.name, module)
-    built.require_parts(owner, row, module, build.axis.size)
-    return module
-
-
 Maker = Callable[[nn.Module, Operator, Build], Compute | None]
 # Class of a row (the description of an operator) -> the function that makes and registers the
 # operator's torch modules, and returns the function that computes the operator. The result is None
@@ -447,7 +439,7 @@ def maker_of(row: Operator) -> Maker:
     """Return the function that makes and registers the modules for `row` (the description of an
     operator), and returns the function that computes it. If `row` belongs to a sublayer that the
     user has written, a method of `row` makes the module."""
-    return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
+    return MAKERS.get(type(row), built.own)
 
 
 def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:
@@ -462,6 +454,8 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
         else:
             compute = maker_of(row)(owner, row, build)
         rows = rows[count:]
+        if compute is not None and isinstance(row, OwnOperator):
+            compute = built.checked(compute, row, rows, build)
         if compute is None:
             assert row.inputs == row.outputs, f"{row.name} must compute its outputs"
             continue

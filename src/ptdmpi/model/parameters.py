@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.base.box import Box
+from ptdmpi.base.errors import InputError
 from ptdmpi.config.precision import PRECISIONS, NumberType
 from ptdmpi.model.low_bit.codes import Packed, rounded
+from ptdmpi.plan.layer.fitting import is_size, is_std
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layout.grid import SHARD_AXES, TENSOR, TENSOR_AXES, axis_named
 
@@ -37,6 +39,12 @@ class Split:
     dim: int
     parts: tuple[int, ...]
     most: tuple[int, ...] | None = None
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return True if the parts divide a dim of a parameter of this shape."""
+        if not 0 <= self.dim < len(shape) or sum(self.parts) != shape[self.dim]:
+            return False
+        return self.most is None or len(self.most) == len(self.parts)
 
     @classmethod
     def of_one(cls, dim: int, size: int, most: int | None = None) -> "Split":
@@ -107,6 +115,18 @@ class Declaration:
     low_bit: LowBit | None = None
 
     def __post_init__(self) -> None:
+        what = f"a parameter of shape {self.shape}"
+        if not all(map(is_size, self.shape)):
+            raise InputError(f"{what}; legal: integers from 1")
+        if self.init not in ("zeros", "ones") and not is_std(self.init):
+            raise InputError(
+                f"{what} has init = {self.init!r}; legal: a finite number from 0, zeros or ones"
+            )
+        if self.split is not None and not self.split.fits(self.shape):
+            raise InputError(
+                f"{what} has {self.split}; legal: a dim of the shape, and parts whose sum is the "
+                "size of this dim"
+            )
         for axis in self.apart:
             if not axis_named(axis).cuts_state:
                 raise ValueError(

@@ -19,6 +19,7 @@ NOISE = re.compile(
     r"|srun: (error|Job step aborted|launch|Terminating|Force Terminated)|slurmstepd: "
     r"|\[(proxy|mpiexec)[:@]|^=+ *$|=   (BAD|EXIT|CLEANING|YOU)"
 )
+FIRST = "ptdmpi train: "  # the beginning of the first line of rank 0 (`comm.launch.begin`)
 # the beginnings of lines in which a rank reports why the job ends
 FAILED = r"stall: |stopped: (more than|a weight|adapt\.base) "
 SAID = re.compile(rf"ptdmpi: error: |\[rank \d+ on |ptdmpi: interrupted|{FAILED}")
@@ -29,14 +30,15 @@ class LauncherOutput:
     """The output of the launcher and the ranks, in one start of the ranks. Threads print it line by
     line.
 
-    `said` is True if a rank has printed the reason why the job ends. `failed` is True if this
-    reason was an exception or a hang of the program. `on_unread` is called when no process reads
-    the output of this process any longer.
+    `heard` is True if a rank has printed its first line. `said` is True if a rank has printed the
+    reason why the job ends. `failed` is True if this reason was an exception or a hang of the
+    program. `on_unread` is called when no process reads the output of this process any longer.
     """
 
     def __init__(self, pipes: list[tuple[IO[str], TextIO]], on_unread: Callable[[], None]) -> None:
         """Start one thread for each pair of files in `pipes`. The thread reads the first file of
         the pair until its end, and prints the lines to the second file."""
+        self.heard = False
         self.said = False
         self.failed = False
         self._on_unread = on_unread
@@ -70,6 +72,7 @@ class LauncherOutput:
             elif framed or NOISE.search(line):
                 self._held.append(line)
             else:
+                self.heard = self.heard or FIRST in line
                 self.said = self.said or SAID.search(line) is not None
                 self.failed = self.failed or TRACEBACK.search(line) is not None
                 self._print(line, target)

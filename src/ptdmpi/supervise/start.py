@@ -20,11 +20,13 @@ GRACE_S = 5.0
 class Ended:
     """The result of one start of the ranks, known when the launcher has ended. `code` is the
     launcher's exit code, or 128 + N if signal N ended the launcher. `failed` is True if a rank has
-    reported an exception or a hang of the program.
+    reported an exception or a hang of the program. `silent` is True if no rank has printed its
+    first line.
     """
 
     code: int
     failed: bool
+    silent: bool = False
 
 
 class LauncherStart:
@@ -78,7 +80,7 @@ class LauncherStart:
             code = 128 - code
         if not (quiet or self.output.said or code in (0, 2, 75)):
             self.output.tell()
-        return Ended(code, self.output.failed)
+        return Ended(code, self.output.failed, silent=not self.output.heard)
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -227,12 +227,26 @@ class Supervisor:
         step = self.progress.newest().step
         asked = self._requests > 0
         before = self.record
+        if self._has_started_nothing(ended, step) and not asked:
+            launcher = self.place.program or self.place.launcher
+            self._why = (
+                f"{launcher} ended with exit code 0 and has started no rank; legal: a launcher "
+                "that runs the program after its options, such as mpirun"
+            )
+            self._say(self._why)
+            return BAD_INPUT
         verdict = judged(ended, before, step, asked=asked, restarts=self.job.restarts)
         self.record = before.after(ended, step)
         if verdict.why:
             self._why = verdict.why
             self._say(verdict.why)
         return verdict.code
+
+    def _has_started_nothing(self, ended: Ended, step: int) -> bool:
+        """Return True if the launcher reports success, but no rank has printed or recorded
+        anything. `step` is the last recorded step."""
+        unchanged = step == self._first_after and self.progress.versions() == self._reasons_before
+        return ended.code == 0 and ended.silent and unchanged
 
     # -- fewer ranks after a loss, and more ranks later ------------------------------------------
 

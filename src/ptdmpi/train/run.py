@@ -2,6 +2,7 @@
 training step."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import name_of
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Axes, World, end_together
@@ -70,17 +72,24 @@ class Run:
         `run.loss`, `data.train` and `optimizer.own`. `hooks` are called after each step, validation
         and save, and when the training stops. `launch` is for a caller that has already initialized
         the ranks and handles signals. Without `launch`, the run uses all ranks, and handles signals
-        until its end. Raises InputError, on all ranks, if the run cannot begin. If a rank does not
-        catch an exception, all ranks are ended.
+        until its end. Raises InputError, on all ranks, if the run cannot begin, and outside the
+        main thread, where Python cannot handle signals. If a rank does not catch an exception, all
+        ranks are ended.
         """
         self._closed = False
         self._owns_launch = launch is None
+        if launch is None:
+            _require_main_thread()
+        elif not isinstance(launch, Launch):
+            raise InputError(f"launch is of the type {type(launch).__name__}; legal: a Launch")
         self._before = [signal.getsignal(number) for number in SIGNALS]
         self._launch = _all_ranks() if launch is None else launch
         try:
             world = self._launch.world
             named = _named(loss, data, optimizer)
-            tree = world.on_root(lambda: with_values(_tree(config), {**named, **(settings or {})}))
+            tree = world.on_root(
+                lambda: with_values(_tree(config), {**named, **_of_settings(settings)})
+            )
             self.config: Config = world.on_root(lambda: checked(tree, world.size, world.local_size))
             self._hooks = Hooks(hooks)
             self._survivors: Survivors | None = None
@@ -98,8 +107,11 @@ class Run:
     def __iter__(self) -> Iterator[Completed]:
         """Train the model, and yield each step. If the run is asked to stop, for example by a
         signal, it saves a checkpoint and raises SystemExit (75). If the run fails, SystemExit has
-        the same exit code as `ptdmpi train`. Raises SharedInputError if the run is closed.
+        the same exit code as `ptdmpi train`. Raises InputError if the run is closed, or outside the
+        main thread.
         """
+        if self._owns_launch:
+            _require_main_thread()
         if self._closed:
             raise SharedInputError("this run has ended; legal: a new ptdmpi.Run, which resumes it")
         source = self._survivors or self._loop
@@ -245,5 +257,39 @@ def _named(loss: Any, data: Any, optimizer: Any) -> dict[str, Any]:
     return named
 
 
-def _tree(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    return dict(config) if isinstance(config, Mapping) else load(config)
+def _tree(config: object) -> dict[str, Any]:
+    """Return the sections of a configuration. Raises InputError unless `config` is a path or a
+    dictionary of sections."""
+    if isinstance(config, Mapping) and all(isinstance(name, str) for name in config):
+        return dict(config)
+    if isinstance(config, str | Path) and str(config):
+        return load(config)
+    raise InputError(
+        f"the configuration is {_short(config)}; legal: the path of a TOML file, or a dictionary "
+        "of sections"
+    )
+
+
+def _of_settings(settings: object) -> dict[str, Any]:
+    """Return the settings of a run. Raises InputError unless they are None, or a dictionary whose
+    keys are texts."""
+    if settings is None:
+        return {}
+    if isinstance(settings, Mapping) and all(isinstance(key, str) for key in settings):
+        return dict(settings)
+    raise InputError(
+        f'the settings are {_short(settings)}; legal: a dictionary such as {{"run.steps": 100}}'
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.60} of the type {type(value).__name__}"
+
+
+def _require_main_thread() -> None:
+    """Raises InputError outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError(
+            "a run trains outside the main thread, where Python can neither handle signals nor end "
+            "all ranks after an error; legal: the main thread, and other threads for other work"
+        )

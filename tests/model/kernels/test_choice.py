@@ -448,3 +448,15 @@ def test_the_table_is_filled_with_gradients_of_weights(tmp_path):
     text = TABLE.read_text()
     assert with_weight_gradients(text, "cuda 9.0", {"rounds": {"skipped": "none"}}, "") == text
     assert with_weight_gradients(text, "rocm 9.4", rows, "") == text
+
+
+@parallel(ranks=[2])
+def test_a_file_of_kernels_that_cannot_be_written_is_a_warning(comm, tmp_path):
+    """Checkpoints store the kernels, too."""
+    said: list[str] = []
+    if comm.rank == 0:
+        (tmp_path / agreement.FILE).mkdir()
+    comm.barrier()
+    place = RunPlace(torch.device("cpu"), torch.float32, {})
+    agreed(World(comm), tmp_path, place, {"attention": ["library"]}, say=said.append)
+    assert sum("kernels.json cannot be written: Is a directory; the run goes on" in x for x in said)

@@ -28,6 +28,17 @@ def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_a_deleted_file_of_records_is_reported_once(tmp_path, capsys):
+    directory = RunDirectory(tmp_path / "run", "", 0)
+    for step in range(1, 6):
+        directory.record(step=step)
+        if step in (2, 3):
+            directory.metrics.rename(tmp_path / f"moved{step}")
+    out = capsys.readouterr().out
+    assert out.count("metrics.jsonl was deleted or moved during the run: its earlier lines") == 1
+    assert directory.metrics.read_text().count("step") == 2
+
+
 def test_lines_that_were_never_written_are_counted_at_the_end(tmp_path, monkeypatch, capsys):
     directory = RunDirectory(tmp_path / "run", "", 0)
     monkeypatch.setattr(files, "append_lines", _no_space)

@@ -177,8 +177,23 @@ def agreed(
     else:
         settled = _on_devices(world, place.device, known, say)
     if any(settled.kept.values()):
-        world.on_root(lambda: write_whole(folder / FILE, json.dumps(settled.kept)))
+        problem = world.on_root(lambda: _not_written(folder / FILE, settled.kept))
+        if problem:
+            say(problem)
     return settled.taken
+
+
+def _not_written(path: Path, kept: Stored) -> str:
+    """Store the kernels `kept` in the file `path`. If the file cannot be written, return a warning;
+    otherwise return "". The run can continue, because its checkpoints store the kernels, too."""
+    try:
+        write_whole(path, json.dumps(kept))
+    except OSError as error:
+        return (
+            f"warning: {path} cannot be written: {error.strerror}; the run goes on, and a start "
+            "before its first checkpoint may choose other kernels"
+        )
+    return ""
 
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:

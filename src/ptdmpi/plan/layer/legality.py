@@ -7,10 +7,12 @@ parallelism.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 from ptdmpi.config import Layout, ModelConfig, legality
 from ptdmpi.plan.layer.describe import layer_of
+from ptdmpi.plan.layer.fitting import undivided_mistakes
 from ptdmpi.plan.layer.folds import operators
 from ptdmpi.plan.layer.operator import Operator
 
@@ -39,6 +41,16 @@ def refusals(layout: Layout, model: ModelConfig) -> Iterator[str]:
         reason = operator.refuses(layout)
         if reason:
             yield f"{operator.name}: {reason}"
+    if layout.tensor > 1:
+        yield from _undivided(model)
+
+
+@functools.lru_cache(maxsize=64)
+def _undivided(model: ModelConfig) -> tuple[str, ...]:
+    """Return the reasons why the model's layers cannot be divided over several tensor ranks."""
+    kinds = {run.kind for run in model.runs()}
+    reasons = (undivided_mistakes(operators(layer_of(model, kind))) for kind in kinds)
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(reasons)))
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """A sublayer of a transformer layer, and the checks of sublayers that a user has written."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ptdmpi.base.errors import InputError
@@ -12,6 +12,8 @@ from ptdmpi.plan.layer.operator import Operator
 # masks except those before residual sums (`AddResidual.place`). `RandomStream.at` computes a mask
 # from its number, so each mask of a layer needs its own number.
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
+
+MOST_MASKS = 2**31 - 1  # the largest number of a dropout mask
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,16 @@ def made(name: str, build: object) -> Sublayer:
         raise InputError(
             f"model.sublayers: {name} returned {type(sublayer).__name__}, not a Sublayer"
         )
+    if not isinstance(sublayer.name, str):
+        raise InputError(f"model.sublayers: {name} has the name {sublayer.name!r}; legal: a text")
     require_operators(name, sublayer.operators)
     return sublayer
 
 
-def require_operators(name: str, rows: Sequence[object]) -> None:
-    """Raise InputError if `rows`, the operators of the sublayer `name`, are empty, or if one of
-    them is no operator."""
-    if not rows:
+def require_operators(name: str, rows: object) -> None:
+    """Raise InputError unless `rows`, the operators of the sublayer `name`, are a tuple of one or
+    more operators."""
+    if not (isinstance(rows, tuple) and rows):
         raise InputError(f"model.sublayers: {name} has no operators")
     for row in rows:
         if not isinstance(row, Operator):
@@ -61,6 +65,13 @@ def require_own_names(sublayers: Iterable[Sublayer]) -> None:
                     f"{users.get(name, sublayer.name)} and {sublayer.name}; legal: different names"
                 )
         users.update(dict.fromkeys(names, sublayer.name))
+    for name in users:
+        place, _, _ = name.rpartition(".")
+        if place in users:
+            raise InputError(
+                f"model.sublayers: the operator {name} of {users[name]} is named as a part of the "
+                f"operator {place}; legal: a name that does not begin with {place}."
+            )
 
 
 def require_own_masks(sublayers: Iterable[Sublayer]) -> None:
@@ -69,7 +80,14 @@ def require_own_masks(sublayers: Iterable[Sublayer]) -> None:
     users = dict(OTHER_MASKS)
     for sublayer in sublayers:
         for row in sublayer.operators:
-            if isinstance(row, AddResidual) and users.setdefault(row.place, row.name) != row.name:
+            if not isinstance(row, AddResidual):
+                continue
+            if type(row.place) is not int or not 0 <= row.place <= MOST_MASKS:
+                raise InputError(
+                    f"model.sublayers: the dropout mask of {row.name} has the number "
+                    f"{row.place!r}; legal: an integer from 4 to {MOST_MASKS}"
+                )
+            if users.setdefault(row.place, row.name) != row.name:
                 raise InputError(
                     f"model.sublayers: the dropout mask of {row.name} has the number {row.place} "
                     f"of {users[row.place]}: give its sublayer another `place`"

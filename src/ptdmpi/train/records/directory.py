@@ -73,6 +73,8 @@ class RunDirectory:
         self._loss: float | None = None
         self._step = resumed_step
         self._dropped = False
+        self._begun: set[Path] = set()  # files to which this attempt has appended lines
+        self._gone: set[Path] = set()  # files that were deleted during this attempt
         preparing: list[Callable[[], None]] = [
             partial(self._write_config, config_text),
             self._drop_later,
@@ -201,6 +203,13 @@ class RunDirectory:
         self._append(self.log, line)
 
     def _append(self, path: Path, line: str) -> None:
+        gone = path in self._begun and self.path.exists() and not path.exists()
+        if gone and path not in self._gone:
+            self._gone.add(path)
+            self.say(
+                f"warning: {path} was deleted or moved during the run: its earlier lines are lost, "
+                "and later lines are written to a new file"
+            )
         waiting = self._waiting.pop(path, "")
         try:
             append_lines(path, waiting + line + "\n")
@@ -209,6 +218,8 @@ class RunDirectory:
                 text = f"ptdmpi: warning: {path}: {error.strerror}; its lines wait"
                 print(text, file=sys.stderr, flush=True)
             self._waiting[path] = waiting + line + "\n"
+        else:
+            self._begun.add(path)
 
 
 def mark_done(path: Path, steps: int) -> None:

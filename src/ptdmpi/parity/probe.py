@@ -17,6 +17,7 @@ from torch import Tensor
 from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config.choices import CONTEXT_METHODS
+from ptdmpi.config.kinds import LATENT
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.parity.layouts import SEQ_LENGTH, Case, ComparedLayout, ComparedModel
@@ -41,6 +42,10 @@ COMBINED = (
 # The perturbed tokens. With 2 context ranks, the first of these tokens is at the edge of a chunk.
 # With 4 context ranks, the last of these tokens is at the edge of a chunk.
 TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
+
+
+# The sublayers in which a position uses all positions that it may use.
+ATTENTION = {"attention", LATENT}
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,11 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
     other. Return one line of text for each token that changes a wrong set of losses.
 
     All ranks call this function. The given batch has all positions of its sequences, even if the
-    ranks divide the sequences. Masked tokens of the batch are not perturbed.
+    ranks divide the sequences. Masked tokens of the batch are not perturbed. A model without
+    attention may change fewer losses than its attention would, but no other losses.
     """
     lines = []
+    every = not ATTENTION.isdisjoint(engine.config.model.sublayers)
     before = losses_of(engine, batch)
     for token in tokens:
         if batch.masked is not None and token in batch.masked[:, 0]:
@@ -116,8 +123,10 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
         after = losses_of(engine, perturbed(batch, token, engine.vocab_size))
         changed = (after != before).nonzero().flatten().tolist()
         expected = seen_by(batch, token)
-        if changed != expected:
+        if every and changed != expected:
             lines.append(f"token {token} changes losses {changed}, and should change {expected}")
+        elif not set(changed) <= set(expected):
+            lines.append(f"token {token} changes losses {changed}, and may change only {expected}")
     return lines
 
 

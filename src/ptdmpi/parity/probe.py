@@ -39,8 +39,13 @@ COMBINED = (
     replace(PLAIN, tensor=2, sequence_parallel=True),
     replace(PLAIN, pipeline=2),
 )
-# The perturbed tokens. With 2 context ranks, the first of these tokens is at the edge of a chunk.
-# With 4 context ranks, the last of these tokens is at the edge of a chunk.
+# Three context ranks divide sequences of 18 tokens. They cannot share the 4 heads of the models, so
+# `ulysses` is left out.
+THREE = replace(ALONE, context=3)
+THREE_LENGTH = 18
+THREE_METHODS = tuple(method for method in CONTEXT_METHODS if method != "ulysses")
+# The perturbed tokens. With 2 context ranks, the first of these tokens is at the edge of a chunk,
+# with 3 context ranks the second, and with 4 context ranks the last.
 TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 
@@ -68,6 +73,9 @@ def cases(ranks: int, *, short: bool = False) -> list[Case]:
         for number, layout in enumerate(COMBINED, shift):
             model = MODELS[number % len(MODELS)]
             every.append(Case(replace(layout, context_method=method), model))
+    for model, method in zip(MODELS, THREE_METHODS, strict=False):
+        longer = replace(model, seq_length=THREE_LENGTH)
+        every.append(Case(replace(THREE, context_method=method), longer))
     if short:
         every = every[: len(CONTEXT_METHODS)]
     possible = [case for case in every if case.layout.ranks <= ranks]

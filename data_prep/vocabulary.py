@@ -303,14 +303,19 @@ def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Return the file of the tokenizer `name`, or None if the tokenizer has no file. The tokenizer
-    of a model on the Hugging Face hub is downloaded. Raise InputError if the download fails."""
+    """Return the file of the tokenizer `name`, or None if the tokenizer has no file. The name may
+    be a folder with a tokenizer.json or a tokenizer.model. The tokenizer of a model on the Hugging
+    Face hub is downloaded. Raise InputError if the download fails."""
     if name == BYTES or name.startswith(TIKTOKEN):
         return None
     file = name.removeprefix(GIGATOKEN)
     if is_hub_name(file):
         return downloaded(file, "model", HUB_FILES) / "tokenizer.json"
-    return Path(file)
+    path = Path(file)
+    if path.is_dir():
+        files = (path / "tokenizer.json", path / "tokenizer.model")
+        return next((file for file in files if file.is_file()), files[0])
+    return path
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:

@@ -120,6 +120,16 @@ RULES = [
         'model.rope_theta = 1.0: rope_scaling = "yarn" needs more than 1',
     ),
     (
+        {"model.kind": "llama", "model.rope_scaling": "yarn", "model.rope_factor": 0.5},
+        1,
+        'model.rope_factor = 0.5: rope_scaling = "yarn" makes sequences longer',
+    ),
+    (
+        {"model.kind": "gpt", "model.rope_scaling": "yarn"},
+        1,
+        'model.rope_scaling = "yarn" has no effect with model.positions = "learned"',
+    ),
+    (
         {"parallel.tensor": 2, "model.ffn_hidden": 45},
         2,
         "tensor = 2 does not divide model.ffn_hidden = 45; legal nearby: tensor 1 or 3 or 5",

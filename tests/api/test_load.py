@@ -1,6 +1,7 @@
 """`ptdmpi.load` and `ptdmpi.open_shards`: what they return, and what they refuse."""
 
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -8,12 +9,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import ptdmpi
-from data_prep.vocabulary import BYTES_SHA256
+from data_prep.vocabulary import BYTES_SHA256, train_bpe
 from ptdmpi.base.plugins import name_of
 from ptdmpi.config import InputError
 from ptdmpi.data.shard_writer import ShardWriter
 from tests._configs import layout
-from tests._own import gained
+from tests._own import Counting, gained
 from tests._stored import stored
 from tests.api.test_own import made
 from tests.parallel import parallel
@@ -133,4 +134,33 @@ def test_a_sublayer_of_ones_own_goes_into_another_layout_and_is_loaded(comm, tmp
             assert len(model.generate("ab", max_new_tokens=3)) == 1
     for values in seen:
         assert values == pytest.approx(seen[0], rel=1e-4)
+    sys.excepthook = usual
+
+
+@parallel(ranks=[1])
+def test_a_model_of_ones_own_data_is_loaded_with_a_given_tokenizer(comm, tmp_path):
+    usual = sys.excepthook
+    folder, small = tmp_path / "hub", tmp_path / "small"
+    for path, size in ((folder, 259), (small, VOCAB_SIZE)):
+        path.mkdir()
+        trained = train_bpe(["a b c " * 9], size)[0]
+        (path / "tokenizer.json").write_text(trained)
+    keys = {"run.steps": 1, "model.vocab_size": VOCAB_SIZE}
+    for _ in made(comm, tmp_path, keys, data=Counting):
+        pass
+    run = tmp_path / "run"
+    for tokenizer in ("bytes", str(small), str(small / "tokenizer.json")):
+        model = ptdmpi.load(run, tokenizer=tokenizer)
+        assert model.decode(model.encode("ab")) == "ab"
+        assert len(model.generate("ab", max_new_tokens=3)) == 1
+    for tokenizer, line in (
+        (None, "trained on tests._own:Counting, which names no tokenizer file; give --tokenizer"),
+        (str(folder), f"has 259 ids, the model has a vocabulary of {VOCAB_SIZE}; legal: a token"),
+        (str(tmp_path / "run"), "tokenizer.json"),
+    ):
+        with pytest.raises(InputError, match=line) as error:
+            ptdmpi.load(run, tokenizer=tokenizer)
+        assert "\n" not in str(error.value)
+    with patch("ptdmpi.inference.tokenizer.is_own", lambda path: False):  # its package is missing
+        assert ptdmpi.load(run, tokenizer="bytes").encode("a") == [97]
     sys.excepthook = usual

@@ -383,6 +383,9 @@ def test_an_installed_plugin_is_found_by_its_name(tmp_path):
     assert len(steps) == 2
     manifest = (tmp_path / "run/checkpoints/step-00000002/manifest.json").read_text()
     assert "wider.up.weight" in manifest and "countdown" in manifest
+    asked = ["-m", "ptdmpi", "doctor", "--parity", str(tmp_path / "config.toml"), "--short"]
+    printed = mpirun(2, asked, env={"PYTHONPATH": paths}).stdout
+    assert "sublayers attention, wider, mlp" in printed and "4 rows, all ok" in printed
 
 
 PACKAGE = """

@@ -229,7 +229,10 @@ REFUSED = {
     "tree": ({"run.reproducible": True}, "run.reproducible = true sums"),
     "graph": ({"run.compile": True}, "compiles only layers that send no messages"),
     "ring": ({"data_parallel.method": "ring", **layout(d=2)}, "only over the data axis"),
-    "noise": ({"log.gradient_noise_every_steps": 2, **layout(d=2)}, "gradient_noise"),
+    "noise": (
+        {"log.gradient_noise_every_steps": 2, **layout(d=2)},
+        "gradient_noise_every_steps = 0",
+    ),
     "heads": (
         {**ulysses(4), "model.heads": 6, "model.hidden": 48, "model.kv_heads": 2},
         "context = 4 does not divide the 6 heads of a tensor rank; legal nearby: context 2 or 3 or",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptdmpi.parity import layouts
+from ptdmpi.parity import layouts, probe
 from ptdmpi.parity.layouts import (
     LAYOUT_FACTORS,
     MODEL_FACTORS,
@@ -185,3 +185,15 @@ def test_base_keeps_what_decides_the_order_of_sums():
     reproducible = replace(layout, data=4, zero=1, shard_group=2, reproducible=True)
     assert (reproducible.base.data, reproducible.base.zero) == (1, 0)
     assert reproducible.base.reproducible
+
+
+def test_tokens_are_perturbed_on_two_three_and_four_context_ranks():
+    cases = probe.cases(ranks=4)
+    assert {case.layout.context for case in cases} == {2, 3, 4}
+    assert all(refusal(case, 4) is None for case in cases)
+    assert any(
+        token % (case.model.seq_length // (2 * case.layout.context)) == 0
+        for case in cases
+        for token in probe.TOKENS
+        if case.layout.context == 3
+    )

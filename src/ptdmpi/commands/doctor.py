@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
     from ptdmpi.comm.world import World
-    from ptdmpi.parity import suite
+    from ptdmpi.parity import layouts, suite
 
 
 @click.command("doctor", cls=Command)
+@click.argument("config", type=PATH, required=False)
 @click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
 @click.option("--wire", default="auto", help="With --parity: tensor transport, as in comm.wire.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
@@ -47,10 +48,13 @@ def command(
     *, parity: bool, coordinates: Path | None, report: Path | None, as_json: bool, **others: Any
 ) -> None:
     """Check the machine, on all ranks of the job. With --parity, check that training on this
-    machine is exact. With --coordinates, check that activations do not grow with the width of the
+    machine is exact. With --parity CONFIG, check that training is exact with your own sublayers, in
+    a small model. With --coordinates, check that activations do not grow with the width of the
     model (muP).
 
     mpirun -n 8 ptdmpi doctor --parity
+
+    mpirun -n 8 ptdmpi doctor --parity config.toml
 
     ptdmpi doctor --coordinates config.toml --picture widths.png
 
@@ -67,7 +71,7 @@ def command(
     with fail_together(world):
         if parity:
             only = others["rows"] or ""
-            asked = {"short": others["short"], "wire": others["wire"], "only": only}
+            asked = {name: others[name] for name in ("short", "wire", "config")} | {"only": only}
             good = check_parity(world, as_json=as_json, **asked)
         elif coordinates is not None:
             good = check_coordinates(world, coordinates, others["picture"], as_json=as_json)
@@ -87,9 +91,10 @@ def _require_together(
         )
     if report is not None and (parity or coordinates is not None):
         raise click.UsageError("--report belongs to the check of the machine")
-    for name, usual in (("short", False), ("rows", None), ("wire", "auto")):
+    for name, usual in (("short", False), ("rows", None), ("wire", "auto"), ("config", None)):
         if others[name] != usual and not parity:
-            raise click.UsageError(f"--{name} belongs to --parity")
+            shown = "CONFIG" if name == "config" else f"--{name}"
+            raise click.UsageError(f"{shown} belongs to --parity")
     if others["picture"] is not None and coordinates is None:
         raise click.UsageError("--picture belongs to --coordinates")
 
@@ -122,15 +127,23 @@ def check_coordinates(world: "World", config: Path, picture: Path | None, *, as_
 
 
 def check_parity(
-    world: "World", *, short: bool, as_json: bool, wire: str = "auto", only: str = ""
+    world: "World",
+    *,
+    short: bool,
+    as_json: bool,
+    wire: str = "auto",
+    only: str = "",
+    config: Path | None = None,
 ) -> bool:
     """Train small models in many layouts, and print how exactly their results agree.
 
     All ranks must call this function. `wire` is a value of the key comm.wire. Only rows of the
-    parity table whose names contain `only` are compared. A row is red if a result differs by more
-    than is allowed. A row is also red if a perturbed token changes a loss that must not depend on
-    the token, or does not change a loss that must depend on it. Return True on every rank if no row
-    is red. Raise SharedInputError if no row has `only` in its name.
+    parity table whose names contain `only` are compared. If a configuration file `config` is given,
+    the model of all rows has the user's sublayers that the file names. A row is red if a result
+    differs by more than is allowed. A row is also red if a perturbed token changes a loss that must
+    not depend on the token, or does not change a loss that must depend on it. Return True on every
+    rank if no row is red. Raise SharedInputError if no row has `only` in its name, or if `config`
+    has mistakes.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, probe, suite, table
@@ -140,22 +153,13 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "tuple[list[suite.Comparison], list[layouts.Case]]":
-        """Return the comparisons and the probes of the parity table whose names contain `only`.
-        Each of them is one row of the table. A comparison trains a model in several layouts and
-        compares the results. A probe perturbs single tokens in one layout. Raise InputError if no
-        name contains `only`.
-        """
-        every = suite.comparisons(ranks, short=short, exact=exact)
-        named = [row for row in every if only.lower() in table.named(row).lower()]
-        tokens = probe.cases(ranks, short=short)
-        probes = [case for case in tokens if only.lower() in table.probe_named(case).lower()]
-        if not named and not probes:
-            example, count = table.named(every[0]), len(every) + len(tokens)
-            raise InputError(
-                f"--rows {only}: none of the {count} rows contains it; a row is, for example, "
-                f'"{example}"'
-            )
-        return named, probes
+        """Return the comparisons and the probes of the parity table whose names contain `only`."""
+        if config is None:
+            every = suite.comparisons(ranks, short=short, exact=exact)
+            tokens = probe.cases(ranks, short=short)
+        else:
+            every, tokens = _own_rows(config, ranks, short=short)
+        return _named(every, tokens, only)
 
     wanted, probes = world.on_root(chosen_rows)
     steps, say = suite.SHORT_STEPS if short else suite.STEPS, partial(click.echo, err=True)
@@ -170,6 +174,41 @@ def check_parity(
                 click.echo(f"Layouts of {ranks + 1} to {layouts.MOST_RANKS} ranks were left out.")
     red = [row for row in rows if row.red()] + [probe for probe in probed if probe.faults]
     return world.on_root(lambda: not red)
+
+
+def _own_rows(
+    config: Path, ranks: int, *, short: bool
+) -> "tuple[list[suite.Comparison], list[layouts.Case]]":
+    """Return the comparisons and the probes of a small model with the user's sublayers in the
+    configuration file `config`, and print which layouts the model refuses. Raise InputError if the
+    file has mistakes."""
+    from ptdmpi.config import load
+    from ptdmpi.parity import own
+
+    rows = own.rows(own.model_of(load(config)), ranks, short=short)
+    for line in rows.left_out:
+        click.echo(f"parity: left out {line}", err=True)
+    return rows.comparisons, rows.probes
+
+
+def _named(
+    every: "Sequence[suite.Comparison]", tokens: "Sequence[layouts.Case]", only: str
+) -> "tuple[list[suite.Comparison], list[layouts.Case]]":
+    """Return the comparisons of `every` and the probes of `tokens` whose names contain `only`. Each
+    of them is one row of the parity table. A comparison trains a model in several layouts and
+    compares the results. A probe perturbs single tokens in one layout. Raise InputError if no name
+    contains `only`."""
+    from ptdmpi.parity import table
+
+    named = [row for row in every if only.lower() in table.named(row).lower()]
+    probes = [case for case in tokens if only.lower() in table.probe_named(case).lower()]
+    if not named and not probes:
+        example, count = table.named(every[0]), len(every) + len(tokens)
+        raise InputError(
+            f"--rows {only}: none of the {count} rows contains it; a row is, for example, "
+            f'"{example}"'
+        )
+    return named, probes
 
 
 def check_machine(world: "World", *, as_json: bool, report: Path | None = None) -> bool:

@@ -81,9 +81,12 @@ def load(
     `layout` is text such as "t=2,p=2", with the sizes of the axes over which one replica of the
     model is divided. If `layout` is None, the layout of the training run is used if there are
     enough ranks. `precision` None means the precision of the training run. `adapter` is the
-    directory of adapters that are applied to the model. If `ema` is True, the moving average of the
-    weights is loaded. Every rank calls this function. Raise InputError, on all ranks, if the model
-    cannot be loaded. After the load, an exception that one rank does not catch ends all ranks.
+    directory of adapters that are applied to the model. `tokenizer` is "bytes", the path of a
+    tokenizer.json or of its folder, or the name of a model on the Hugging Face hub; None means the
+    tokenizer of the training data. A model that was trained on a dataset of your own needs a
+    tokenizer. If `ema` is True, the moving average of the weights is loaded. Every rank calls this
+    function. Raise InputError, on all ranks, if the model cannot be loaded. After the load, an
+    exception that one rank does not catch ends all ranks.
     """
     world = World()
     end_together(world)

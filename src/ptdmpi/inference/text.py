@@ -17,6 +17,7 @@ from ptdmpi.inference.stored import KEPT, StoredAdapter, StoredModel, open_model
 from ptdmpi.inference.tokenizer import (
     find_tokenizer,
     kept_files,
+    own_dataset,
     shard_header,
     template_file,
     tokenizer_sha256,
@@ -80,15 +81,17 @@ class Text:
         return self.tokenizer.decode(np.array(ids, dtype=np.int64))
 
 
-MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json"
+MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json or its folder"
 
 
 def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDED) -> Text:
     """Return the tokenizer of the model and its special ids. `given` is "bytes", or the path of a
-    tokenizer.json. If `given` is None, the model's own tokenizer is used.
+    tokenizer.json or of the folder that contains it. If `given` is None, the model's own tokenizer
+    is used.
 
     Raise InputError if no tokenizer is known; the error message ends with the advice `mended`.
-    Also raise InputError if the model was trained with another tokenizer.
+    Also raise InputError if the model was trained with another tokenizer, or if the model was
+    trained on a dataset of the user's own and has fewer ids than the tokenizer.
     """
     try:
         name = given or name_of(stored)
@@ -103,6 +106,11 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
         raise InputError(
             f"tokenizer {name} has sha256 {tokenizer.sha256[:12]}, the model expects {known[:12]}: "
             "its ids mean other text; legal: the tokenizer with which the model was trained"
+        )
+    if own_dataset(stored) is not None and tokenizer.vocab_size > stored.vocab_size:
+        raise InputError(
+            f"tokenizer {name} has {tokenizer.vocab_size} ids, the model has a vocabulary of "
+            f"{stored.vocab_size}; legal: a tokenizer with at most {stored.vocab_size} ids"
         )
     prefix: tuple[int, ...] = ()
     ends = {_end_of(stored, tokenizer)}
@@ -174,6 +182,9 @@ def name_of(stored: StoredModel) -> str:
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))
+    own = own_dataset(stored)
+    if own is not None:
+        raise InputError(f"{stored.path} was trained on {own}, which names no tokenizer file")
     header = shard_header(stored)
     if header is not None:
         if tokenizer_file(header.tokenizer) is None:

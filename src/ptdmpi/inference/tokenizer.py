@@ -8,6 +8,7 @@ from pathlib import Path
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TEMPLATE
 from ptdmpi.data.header import ShardHeader, read_header
+from ptdmpi.data.own import is_own
 from ptdmpi.data.shards import find_shards
 from ptdmpi.data.words import TOKENIZER, tokenizer_mistake
 from ptdmpi.inference.stored import KEPT, StoredAdapter, StoredModel, open_model
@@ -24,13 +25,24 @@ def kept_files(stored: StoredModel) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
+def own_dataset(stored: StoredModel | StoredAdapter) -> str | None:
+    """Return the name of the dataset that the model or the adapters were trained on, if it is a
+    class of the user's own; otherwise None. Such a dataset has no shards."""
+    known = stored.trained_on
+    for path in stored.datasets[:1]:
+        # without its package, a registered name is known only by being its own tokenizer's name
+        if is_own(path) or (known is not None and known.tokenizer == path):
+            return path
+    return None
+
+
 def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
     """Return the header of the first shard that the model or the adapters were trained on.
 
     Return None if ptdmpi did not train the model or the adapters on shards. Raise InputError if
     the shards are missing, or if they were made again with another tokenizer after the training.
     """
-    if not stored.datasets:
+    if not stored.datasets or own_dataset(stored) is not None:
         return None
     header = read_header(find_shards(stored.datasets[0])[0])
     known = stored.trained_on
@@ -95,16 +107,22 @@ def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
 
 
 def known_tokenizer(path: Path) -> str | None:
-    """Return the SHA-256 of the tokenizer of the model at `path`; None if the tokenizer is not
-    known."""
+    """Return the SHA-256 of the tokenizer of the model at `path`, or the hash of the user's own
+    dataset that it was trained on; None if both are unknown."""
     try:
-        return tokenizer_sha256(open_model(path))
+        stored = open_model(path)
+        if own_dataset(stored) is not None and stored.trained_on is not None:
+            return stored.trained_on.tokenizer_sha256
+        return tokenizer_sha256(stored)
     except InputError:  # the model cannot be opened, for example because there is no config.toml
         return None
 
 
 def tokenizer_sha256(stored: StoredModel) -> str | None:
-    """Return the SHA-256 of the model's tokenizer; None if the tokenizer is not known."""
+    """Return the SHA-256 of the model's tokenizer; None if the tokenizer is not known. A dataset of
+    the user's own has a hash that belongs to no tokenizer file, so the result is also None."""
+    if own_dataset(stored) is not None:
+        return None
     trained_on = stored.trained_on
     if trained_on is not None:
         return trained_on.tokenizer_sha256

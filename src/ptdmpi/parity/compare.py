@@ -82,7 +82,8 @@ def left_out(models: Iterable[ComparedModel]) -> list[str]:
     softmax. The true gradient of a key bias is therefore zero, and the computed gradient consists
     only of rounding errors.
     """
-    layers = max((model.layers for model in models if model.kind in ("gpt", "bert")), default=0)
+    kinds = ("gpt", "bert", "qwen2")
+    layers = max((model.layers for model in models if model.kind in kinds), default=0)
     return [f"layers.{layer}.{KEY_BIAS}" for layer in range(layers)]
 
 

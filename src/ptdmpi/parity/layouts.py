@@ -85,6 +85,7 @@ class ComparedModel:
     dropout: bool = False
     masked: bool = True
     documents: bool = False
+    seq_length: int = SEQ_LENGTH
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class ComparedModel:
             "hidden": HIDDEN,
             "heads": HEADS,
             "ffn_hidden": 2 * HIDDEN,
-            "seq_length": SEQ_LENGTH,
+            "seq_length": self.seq_length,
             "tie_embeddings": self.tied,
         }
 
@@ -283,7 +284,7 @@ def refusal(case: Case, ranks: int) -> str | None:
     layout = case.layout
     if layout.ranks > ranks:
         return f"more than {counted(ranks, 'rank')}"
-    rules = rules_of(layout, _shape(case.model), GLOBAL_SIZE)
+    rules = rules_of(layout, shape_of(case.model), GLOBAL_SIZE)
     broken = next((rule.name for rule in rules if rule.broken), None)
     if broken is None:
         return None
@@ -291,7 +292,8 @@ def refusal(case: Case, ranks: int) -> str | None:
 
 
 @cache
-def _shape(model: ComparedModel) -> ModelConfig:
+def shape_of(model: ComparedModel) -> ModelConfig:
+    """Return the configuration section [model] of a compared model."""
     return ModelConfig.model_validate(model.keys)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config.choices import CONTEXT_METHODS
+from ptdmpi.config.kinds import LATENT
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.parity.layouts import SEQ_LENGTH, Case, ComparedLayout, ComparedModel
@@ -38,9 +39,18 @@ COMBINED = (
     replace(PLAIN, tensor=2, sequence_parallel=True),
     replace(PLAIN, pipeline=2),
 )
-# The perturbed tokens. With 2 context ranks, the first of these tokens is at the edge of a chunk.
-# With 4 context ranks, the last of these tokens is at the edge of a chunk.
+# Three context ranks divide sequences of 18 tokens. They cannot share the 4 heads of the models, so
+# `ulysses` is left out.
+THREE = replace(ALONE, context=3)
+THREE_LENGTH = 18
+THREE_METHODS = tuple(method for method in CONTEXT_METHODS if method != "ulysses")
+# The perturbed tokens. With 2 context ranks, the first of these tokens is at the edge of a chunk,
+# with 3 context ranks the second, and with 4 context ranks the last.
 TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
+
+
+# The sublayers in which a position uses all positions that it may use.
+ATTENTION = {"attention", LATENT}
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,9 @@ def cases(ranks: int, *, short: bool = False) -> list[Case]:
         for number, layout in enumerate(COMBINED, shift):
             model = MODELS[number % len(MODELS)]
             every.append(Case(replace(layout, context_method=method), model))
+    for model, method in zip(MODELS, THREE_METHODS, strict=False):
+        longer = replace(model, seq_length=THREE_LENGTH)
+        every.append(Case(replace(THREE, context_method=method), longer))
     if short:
         every = every[: len(CONTEXT_METHODS)]
     possible = [case for case in every if case.layout.ranks <= ranks]
@@ -106,9 +119,11 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
     other. Return one line of text for each token that changes a wrong set of losses.
 
     All ranks call this function. The given batch has all positions of its sequences, even if the
-    ranks divide the sequences. Masked tokens of the batch are not perturbed.
+    ranks divide the sequences. Masked tokens of the batch are not perturbed. A model without
+    attention may change fewer losses than its attention would, but no other losses.
     """
     lines = []
+    every = not ATTENTION.isdisjoint(engine.config.model.sublayers)
     before = losses_of(engine, batch)
     for token in tokens:
         if batch.masked is not None and token in batch.masked[:, 0]:
@@ -116,8 +131,10 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
         after = losses_of(engine, perturbed(batch, token, engine.vocab_size))
         changed = (after != before).nonzero().flatten().tolist()
         expected = seen_by(batch, token)
-        if changed != expected:
+        if every and changed != expected:
             lines.append(f"token {token} changes losses {changed}, and should change {expected}")
+        elif not set(changed) <= set(expected):
+            lines.append(f"token {token} changes losses {changed}, and may change only {expected}")
     return lines
 
 

@@ -18,7 +18,7 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.state import WEIGHTS, Piece, assemble
-from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
+from ptdmpi.parity.layouts import GLOBAL_SIZE, Case
 from ptdmpi.parity.mixtures import Choices, Chooser, MixtureModel
 from ptdmpi.plan.layout.grid import Grid, layout_grid
 
@@ -114,7 +114,7 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
     of positions with weight 1 differs between sequences.
     """
     generator = torch.Generator().manual_seed(SEED + step)
-    shape = (GLOBAL_SIZE, SEQ_LENGTH)
+    shape = (GLOBAL_SIZE, case.model.seq_length)
     ids = torch.randint(case.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
     kept = torch.rand(GLOBAL_SIZE, 1, generator=generator)
     weights = (torch.rand(shape, generator=generator) < kept).float()

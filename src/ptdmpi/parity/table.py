@@ -20,8 +20,10 @@ from ptdmpi.parity.layouts import (
     MuonModel,
     Pair,
     missing_pairs,
+    shape_of,
 )
 from ptdmpi.parity.mixtures import EXPERTS, MixtureModel
+from ptdmpi.parity.own import OwnModel
 from ptdmpi.parity.probe import SECTION, Probed
 from ptdmpi.parity.suite import COVERING, Comparison, Verdict
 
@@ -51,7 +53,9 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Pr
     if flips := [row for row in rows if row.flips]:
         lines += [*_flips(flips, steps), ""]
     if rows:
-        lines += [*_legend(models, steps), "", *_missing(rows, ranks), ""]
+        lines += [*_legend(models, steps), ""]
+    if any(not isinstance(model, OwnModel) for model in models):
+        lines += [*_missing(rows, ranks), ""]
     if probed:
         cells = [_probe_cells(probe) for probe in probed]
         widths = [max(map(len, column)) for column in zip(PROBE_HEADINGS, *cells, strict=True)]
@@ -191,7 +195,8 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
             "layers; et1: whole experts, which the tensor ranks do not divide.",
         ]
     for letter, model in enumerate(models, ord("A")):
-        lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(_model_words(model))}.")
+        words = f"Model {chr(letter)}: {model.kind}, {', '.join(_model_words(model))}."
+        lines += textwrap.wrap(words, WIDTH)
     names = left_out(models)
     if names:
         lines.append(f"Left out, because the true gradient is zero: the keys in {names[0]}")
@@ -215,6 +220,8 @@ def _model_words(model: ComparedModel) -> list[str]:
         words.append("Muon")
     if isinstance(model, MixtureModel):
         words.append(f"{EXPERTS} experts, balance {model.balance}")
+    if isinstance(model, OwnModel):
+        words.append(f"sublayers {', '.join(shape_of(model).sublayers)}")
     return words
 
 

@@ -64,13 +64,13 @@ def _excluded(sections: Sections) -> Iterator[_Excluded]:
             log.gradient_noise_every_steps > 0,
             f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}",
             "compares the gradients of whole sequences",
-            "0",
+            "gradient_noise_every_steps = 0",
         )
         yield _Excluded(
             log.tasks_every_steps > 0,
             f"log.tasks_every_steps = {log.tasks_every_steps}",
             "evaluates whole sequences during training",
-            "0",
+            "tasks_every_steps = 0",
         )
     if task is not None:
         yield _Excluded(

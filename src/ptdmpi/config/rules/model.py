@@ -35,18 +35,35 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
                 f"model.sliding_layers names layer {beyond[0]}: legal: 0 to {model.layers - 1}, "
                 '"all" or "even"'
             )
-    if model.rope_scaling != "none" and model.rope_low_factor >= model.rope_high_factor:
-        yield (
-            f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
-            f"{model.rope_high_factor}"
-        )
-    if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
-        yield f'model.rope_theta = {model.rope_theta}: rope_scaling = "yarn" needs more than 1'
-    if model.rope_mscale and model.rope_scaling != "yarn":
-        yield f'model.rope_mscale = {model.rope_mscale} needs rope_scaling = "yarn"; legal: 0.0'
+    yield from _rope_rules(model)
     yield from _sublayer_rules(model)
     yield from latent_rules(model)
     yield from _objective_rules(model)
+
+
+def _rope_rules(model: ModelConfig) -> Iterator[str]:
+    """Yield the mistakes in the keys that scale the angles of rotary positions."""
+    scaling = f'rope_scaling = "{model.rope_scaling}"'
+    if model.rope_scaling != "none":
+        if model.positions != "rope":
+            yield (
+                f'model.{scaling} has no effect with model.positions = "{model.positions}"; '
+                'legal: "none", or positions = "rope"'
+            )
+        if model.rope_low_factor >= model.rope_high_factor:
+            yield (
+                f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
+                f"{model.rope_high_factor}"
+            )
+        if model.rope_factor < 1.0:
+            yield (
+                f"model.rope_factor = {model.rope_factor}: {scaling} makes sequences longer, and "
+                "needs 1 or more"
+            )
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
+        yield f"model.rope_theta = {model.rope_theta}: {scaling} needs more than 1"
+    if model.rope_mscale and model.rope_scaling != "yarn":
+        yield f'model.rope_mscale = {model.rope_mscale} needs rope_scaling = "yarn"; legal: 0.0'
 
 
 def _sublayer_rules(model: ModelConfig) -> Iterator[str]:

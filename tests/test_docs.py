@@ -40,8 +40,12 @@ def is_printed(message: str) -> bool:
 
 
 def test_messages_of_troubleshooting_are_in_the_source():
-    messages = re.findall(r"```text\n(.*?)\n```", TROUBLES.read_text(encoding="utf-8"), re.DOTALL)
+    text = TROUBLES.read_text(encoding="utf-8")
+    messages = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
     assert len(messages) > 10
+    rows = re.findall(r"^\| `([^`|]+)` \|", text, re.MULTILINE)
+    assert len(rows) == 2
+    messages += rows
     assert [message for message in messages if not is_printed(message)] == []
     assert not is_printed("the … has no such message")
 
@@ -127,6 +131,10 @@ def test_the_path_of_a_step_is_short_and_counted():
     counted = step_path.total(step_path.code_lines_of)
     assert int(code[1].replace(",", "")) == pytest.approx(counted, rel=0.05)
     assert counted <= 3_600
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_presets_of_the_pages_exist():

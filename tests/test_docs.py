@@ -1,6 +1,7 @@
 """The documents name what is there: files, folders, keys, messages, the lines of a step."""
 
 import ast
+import html
 import re
 from functools import cache
 
@@ -117,6 +118,21 @@ def test_pictures_are_drawn():
     named = {picture.file for chapter in gallery.CHAPTERS for picture in chapter.pictures}
     there = {path.name for path in gallery.PICTURES.iterdir()}
     assert named == there
+
+
+@pytest.mark.parametrize("draw", [architecture.drawing, step.drawing])
+def test_texts_end_inside_their_boxes(draw):
+    """In a common sans-serif font, a character is about half as wide as high."""
+    picture = draw()
+    number = r"([\d.]+)"
+    form = rf'<rect x="{number}" y="{number}" width="{number}" height="{number}"'
+    boxes = [tuple(map(float, box)) for box in re.findall(form, picture)]
+    form = rf'<text x="{number}" y="{number}" font-size="{number}"[^>]*anchor="start">([^<]+)<'
+    for x, y, size, words in re.findall(form, picture):
+        around = [b for b in boxes if b[0] <= float(x) <= b[0] + b[2]]
+        around = [b for b in around if b[1] <= float(y) <= b[1] + b[3]]
+        right = min((left + width for left, _, width, _ in around), default=step.WIDTH)
+        assert float(x) + 0.52 * float(size) * len(html.unescape(words)) <= right, words
 
 
 def test_the_path_of_a_step_is_short_and_counted():

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOUSE = ROOT / "docs" / "explanation" / "house.md"
 CONTRACT = "folders are layers"
 WIDTH, MARGIN, GAP = 980.0, 16.0, 6.0
-BAND, LINE, NAMES = 40.0, 18.0, 330.0
+BAND, LINE, NAMES = 40.0, 18.0, 300.0
 
 
 def layers() -> list[list[str]]:
@@ -58,4 +58,4 @@ def _band(picture: Drawing, y: float, height: float, folders: dict[str, str]) ->
         name = Style(size=13, color="#ffffff", weight="bold", anchor="middle")
         picture.text(x + width / 2, y + height / 2 + 5, folder, name)
         words = f"{folder}: {purpose}" if len(folders) > 1 else purpose
-        picture.text(MARGIN + NAMES + 12, first_line + LINE * number, words, Style(size=12))
+        picture.text(MARGIN + NAMES + 12, first_line + LINE * number, words, Style(size=11.5))

@@ -64,7 +64,7 @@ CHAPTERS = (
             ),
             Picture(
                 "tasks.png",
-                "The accuracy on three files of questions during a run, with standard errors.",
+                "The accuracy on a file of three questions during a run, with standard errors.",
                 "ptdmpi report runs/asked",
             ),
             Picture(

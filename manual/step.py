@@ -46,7 +46,7 @@ def _parts(picture: Drawing) -> None:
         picture.box((x, y, width - 16, 104), PALE, stroke="#c9d4e5")
         picture.text(x + 8, y + 17, part.name, Style(size=13, weight="bold"))
         for line, name in enumerate(part.files):
-            picture.text(x + 8, y + 34 + 15 * line, name, Style(size=11, color=GREY))
+            picture.text(x + 8, y + 34 + 15 * line, name, Style(size=9.5, color=GREY))
         if number:
             picture.arrow((x - 16, y + 52), (x - 1, y + 52), INK)
 
@@ -62,7 +62,7 @@ def _lane(picture: Drawing, rank: int, order: tuple[Op, ...], times: dict[Op, In
         picture.text(place[0] + place[2] / 2, y + 31, str(op), white)
     end = LEFT + max(interval.end_s for interval in times.values())
     picture.box((end + 8, y + 8, LAST, 36), GREEN)
-    white = Style(size=12, color="#ffffff", weight="bold", anchor="middle")
+    white = Style(size=11, color="#ffffff", weight="bold", anchor="middle")
     picture.text(end + 8 + LAST / 2, y + 31, "sums, norm, update", white)
 
 

@@ -1,6 +1,7 @@
 """The documents name what is there: files, folders, keys, messages, the lines of a step."""
 
 import ast
+import html
 import re
 from functools import cache
 
@@ -40,8 +41,12 @@ def is_printed(message: str) -> bool:
 
 
 def test_messages_of_troubleshooting_are_in_the_source():
-    messages = re.findall(r"```text\n(.*?)\n```", TROUBLES.read_text(encoding="utf-8"), re.DOTALL)
+    text = TROUBLES.read_text(encoding="utf-8")
+    messages = re.findall(r"```text\n(.*?)\n```", text, re.DOTALL)
     assert len(messages) > 10
+    rows = re.findall(r"^\| `([^`|]+)` \|", text, re.MULTILINE)
+    assert len(rows) == 2
+    messages += rows
     assert [message for message in messages if not is_printed(message)] == []
     assert not is_printed("the … has no such message")
 
@@ -115,6 +120,21 @@ def test_pictures_are_drawn():
     assert named == there
 
 
+@pytest.mark.parametrize("draw", [architecture.drawing, step.drawing])
+def test_texts_end_inside_their_boxes(draw):
+    """In a common sans-serif font, a character is about half as wide as high."""
+    picture = draw()
+    number = r"([\d.]+)"
+    form = rf'<rect x="{number}" y="{number}" width="{number}" height="{number}"'
+    boxes = [tuple(map(float, box)) for box in re.findall(form, picture)]
+    form = rf'<text x="{number}" y="{number}" font-size="{number}"[^>]*anchor="start">([^<]+)<'
+    for x, y, size, words in re.findall(form, picture):
+        around = [b for b in boxes if b[0] <= float(x) <= b[0] + b[2]]
+        around = [b for b in around if b[1] <= float(y) <= b[1] + b[3]]
+        right = min((left + width for left, _, width, _ in around), default=step.WIDTH)
+        assert float(x) + 0.52 * float(size) * len(html.unescape(words)) <= right, words
+
+
 def test_the_path_of_a_step_is_short_and_counted():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     stated = re.search(r"(\d+) files with about ([\d,]+) lines", readme)
@@ -127,6 +147,10 @@ def test_the_path_of_a_step_is_short_and_counted():
     counted = step_path.total(step_path.code_lines_of)
     assert int(code[1].replace(",", "")) == pytest.approx(counted, rel=0.05)
     assert counted <= 3_600
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_presets_of_the_pages_exist():

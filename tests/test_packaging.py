@@ -34,6 +34,13 @@ def test_one_version():
     assert {asked["version"], cited[1], newest[1]} == {ptdmpi.__version__}
 
 
+def test_only_a_released_version_has_a_date():
+    newest = re.search(r"^## [\d.]+, (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.search(r"^date-released: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert (cited[1] if cited else "not released yet") == newest[1]
+
+
 def test_the_dockerfile_parses():
     text = (CONTAINERS / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]

@@ -1,8 +1,9 @@
-"""Objects of other packages that a configuration names: losses, datasets, optimizers, sublayers.
+"""Objects that a configuration names, and that are imported when they are first used: losses,
+datasets, optimizers and sublayers of other packages, and objects of this package.
 
-The name of an object is either "module:object", or a name that an installed package has registered
-as an entry point in the group "ptdmpi.losses", "ptdmpi.datasets", "ptdmpi.optimizers" or
-"ptdmpi.sublayers".
+The name of an object of another package is either "module:object", or a name that an installed
+package has registered as an entry point in the group "ptdmpi.losses", "ptdmpi.datasets",
+"ptdmpi.optimizers" or "ptdmpi.sublayers".
 """
 
 import contextlib
@@ -38,6 +39,13 @@ def plugin(group: str, name: str) -> Any:
         f'{name}: no installed package registers it among the {group}; legal: "module:object", or '
         f"a registered name ({others})"
     )
+
+
+def built_in(name: str) -> Any:
+    """Import and return an object of this package. `name` is "module:object", as in the tables of
+    features that are imported only when a run uses them."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def is_plugin(group: str, name: str) -> bool:

@@ -1,12 +1,12 @@
 """The choice of the transport of a run. The key `comm.wire` names a transport, and the `Wire` of
 this name makes communicators. No other module chooses the transport."""
 
-import importlib
 from dataclasses import dataclass
 
 import torch
 from mpi4py import MPI
 
+from ptdmpi.base.plugins import built_in
 from ptdmpi.comm.clock import HOST, Clock, clock_of
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.nccl.library import installed
@@ -51,9 +51,8 @@ def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None
     for mistake in wire_mistakes(name):
         raise InputError(mistake)
     chosen, remark = preferred(device) if name == AUTO else (name, "")
-    module, _, kind = WIRES[chosen].partition(":")
     clock = clock_of(device) if clock is None else clock
-    return Wire(getattr(importlib.import_module(module), kind), clock, device, remark)
+    return Wire(built_in(WIRES[chosen]), clock, device, remark)
 
 
 def preferred(device: torch.device) -> tuple[str, str]:

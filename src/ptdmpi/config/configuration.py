@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from pydantic import Field
+
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import DataParallelConfig
@@ -35,21 +37,21 @@ class Config(FrozenTable):
 
     run: RunConfig
     model: ModelConfig
-    parallel: ParallelConfig = ParallelConfig()
-    data_parallel: DataParallelConfig = DataParallelConfig()
-    adapt: AdaptConfig = AdaptConfig()
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    data_parallel: DataParallelConfig = Field(default_factory=DataParallelConfig)
+    adapt: AdaptConfig = Field(default_factory=AdaptConfig)
     batch: BatchConfig
-    precision: PrecisionConfig = PrecisionConfig()
-    quantize: QuantizeConfig = QuantizeConfig()
-    recompute: RecomputeConfig = RecomputeConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    quantize: QuantizeConfig = Field(default_factory=QuantizeConfig)
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     data: DataConfig
-    task: TaskConfig = TaskConfig()
-    preference: PreferenceConfig = PreferenceConfig()
-    distillation: DistillationConfig = DistillationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    comm: CommConfig = CommConfig()
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    comm: CommConfig = Field(default_factory=CommConfig)
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:

@@ -65,7 +65,9 @@ class FrozenTable(BaseModel):
     Unknown keys and implicit type conversions are errors.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
+    )
 
 
 class Section(FrozenTable):

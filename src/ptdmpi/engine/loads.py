@@ -10,18 +10,21 @@ exactly.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
-from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.output.losses import TOTAL, weights
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import WEIGHTS, State
 from ptdmpi.plan.layer.ahead.modules import MODULES
 from ptdmpi.plan.layout.grid import LOSSES, TENSOR
+
+if TYPE_CHECKING:
+    from ptdmpi.model.experts.mixture import Mixture
 
 
 @dataclass(frozen=True)

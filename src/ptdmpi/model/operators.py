@@ -10,27 +10,26 @@ parallelism, activations outside attention and MLP have only this rank's positio
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ptdmpi.base.plugins import built_in
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.built import add
 from ptdmpi.model.cache import Cache
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.experts.exchange import ExpertAxis
-from ptdmpi.model.experts.mixture import Mixture, Router
-from ptdmpi.model.experts.routing import Chosen, Routing
+from ptdmpi.model.experts.routing import Chosen
 from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import Activation
 from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.norm import Norm, soft_cap
-from ptdmpi.model.kernels.rope import Rotation
-from ptdmpi.model.latent import makers as latent
+from ptdmpi.model.kernels.rope import Rotating, Rotation
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.column_parts import ColumnParts
 from ptdmpi.model.sequence.context import ContextAxis
@@ -39,20 +38,11 @@ from ptdmpi.model.sequence.heads import all_heads, part_of_heads
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
 from ptdmpi.model.tensor_parallel import ColumnParallelLinear, TensorAxis
-from ptdmpi.plan.layer.ahead.operators import Concatenate
-from ptdmpi.plan.layer.attention.core import Attend
-from ptdmpi.plan.layer.attention.exchange import DealHeads, GatherKeys, JoinHeads
+from ptdmpi.plan.layer.attention.exchange import GatherKeys
 from ptdmpi.plan.layer.attention.heads import SplitHeads
 from ptdmpi.plan.layer.attention.shape import keeps_outputs
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
-from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import read_after
-from ptdmpi.plan.layer.latent.operators import (
-    ExpandLatents,
-    ExpandOutputs,
-    JoinLatents,
-    SplitLatents,
-)
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.products import Multiply
 
@@ -98,7 +88,7 @@ class Build(NamedTuple):
     experts: ExpertAxis = ExpertAxis()
 
 
-class Heads:
+class Heads(Rotating):
     """The function that divides the output of attention's first linear layer into queries, keys and
     values by head. The output is [s, b, (a + 2 kv) / t * head size], where a, kv and t are the
     numbers of query heads, key heads and tensor ranks. Queries are [b, a / t, s, head size]. Keys
@@ -116,7 +106,6 @@ class Heads:
         self.rotation = Rotation()
         self.rotates = row.rotates
         self.joins_heads = row.joins_heads
-        self.rotary: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by head for the output x of the linear (shapes: see the
@@ -386,23 +375,6 @@ def _activation(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
     return function
 
 
-def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
-    assert isinstance(row, MixExperts)
-    router = Router(row)
-    add(owner, row.router_name, router)
-    routing, context = Routing(build.model), build.context.comm
-    mixture = Mixture(row, routing, build.axis, build.experts, context=context)
-    add(owner, row.name, mixture)
-
-    def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the output of the experts for each token. `rest` has the shared experts' outputs
-        and, as its last item, the context."""
-        *shared, context = rest
-        return sum(shared, mixture(x, router, context.chosen, context.factors))
-
-    return compute
-
-
 def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, AddResidual)
     module = HiddenDropout(build.model.dropout, (build.layer, row.place), build.axis)
@@ -411,27 +383,28 @@ def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Te
 
 
 Maker = Callable[[nn.Module, Operator, Build], Compute | None]
-# Class of a row (the description of an operator) -> the function that makes and registers the
-# operator's torch modules, and returns the function that computes the operator. The result is None
-# if the operator computes nothing in the given layout. The outputs of such an operator must have
-# the names of its inputs, so that later operators read the inputs. A new kind of operator needs an
-# entry here.
-MAKERS: Mapping[type[Operator], Maker] = {
-    Normalize: _norm,
-    Multiply: _product,
-    SplitHeads: _heads,
-    GatherKeys: _whole_keys,
-    DealHeads: _dealt,
-    Attend: _attention,
-    JoinHeads: _joined,
-    SplitLatents: latent.latents,
-    ExpandLatents: latent.expanded,
-    JoinLatents: latent.heads,
-    ExpandOutputs: latent.outputs,
-    Activate: _activation,
-    MixExperts: _experts,
-    Concatenate: lambda owner, row, build: lambda x, y, context: torch.cat((x, y), -1),
-    AddResidual: _residual,
+# Name of the class of a row (the description of an operator) -> the function that makes and
+# registers the operator's torch modules, and returns the function that computes the operator. The
+# result is None if the operator computes nothing in the given layout. The outputs of such an
+# operator must have the names of its inputs, so that later operators read the inputs. A function
+# that few models need is named as "module:function", and imported only for these models. A new kind
+# of operator needs an entry here.
+MAKERS: Mapping[str, Maker | str] = {
+    "Normalize": _norm,
+    "Multiply": _product,
+    "SplitHeads": _heads,
+    "GatherKeys": _whole_keys,
+    "DealHeads": _dealt,
+    "Attend": _attention,
+    "JoinHeads": _joined,
+    "SplitLatents": "ptdmpi.model.latent.makers:latents",
+    "ExpandLatents": "ptdmpi.model.latent.makers:expanded",
+    "JoinLatents": "ptdmpi.model.latent.makers:heads",
+    "ExpandOutputs": "ptdmpi.model.latent.makers:outputs",
+    "Activate": _activation,
+    "MixExperts": "ptdmpi.model.experts.makers:experts",
+    "Concatenate": lambda owner, row, build: lambda x, y, context: torch.cat((x, y), -1),
+    "AddResidual": _residual,
 }
 
 
@@ -439,7 +412,10 @@ def maker_of(row: Operator) -> Maker:
     """Return the function that makes and registers the modules for `row` (the description of an
     operator), and returns the function that computes it. If `row` belongs to a sublayer that the
     user has written, a method of `row` makes the module."""
-    return MAKERS.get(type(row), built.own)
+    maker = None if isinstance(row, OwnOperator) else MAKERS.get(type(row).__name__)
+    if maker is None:
+        return built.own
+    return built_in(maker) if isinstance(maker, str) else maker
 
 
 def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:

@@ -7,31 +7,36 @@ needs no special cases. Activations are sent between stages in the form that `Bo
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from ptdmpi.base.plugins import built_in
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.boundary import Arrival, Boundary, Departure
 from ptdmpi.model.built import declare_as_described
 from ptdmpi.model.experts.exchange import ExpertAxis
-from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.operators import Context
-from ptdmpi.model.output.ahead import AheadOutput, Module
-from ptdmpi.model.output.heads import ClassOutput, Output, TokenOutput, loss_of, output_of
+from ptdmpi.model.output.heads import AHEAD, ClassOutput, Output, TokenOutput, loss_of, output_of
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sharded import Walk
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.model.transformer import Block, Embedding, rotary_table
+from ptdmpi.model.transformer import Block, Embedding, Layered, rotary_table
 from ptdmpi.plan.layer.ahead.modules import TABLE
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, place_of, places_of
 from ptdmpi.plan.shape import parameters
 
+if TYPE_CHECKING:
+    from ptdmpi.model.experts.mixture import Mixture
+
+# the function that finds the mixtures of experts; only models with experts import it
+MIXTURES = "ptdmpi.model.experts.makers:mixtures_in"
 TIED_NAME = "embedding.word.weight"
 
 
@@ -89,12 +94,9 @@ class Stage(nn.Module):
             for name, module in self.output.modules.items():
                 self.add_module(name, module)
         # number of a layer, or of a module after the last layer -> mixture of experts
-        self.mixtures = {
-            number: module
-            for number, block in self._blocks(model.layers)
-            for module in block.modules()
-            if isinstance(module, Mixture)
-        }
+        self.mixtures: dict[int, Mixture] = {}
+        if model.experts:
+            self.mixtures = built_in(MIXTURES)(self._blocks(model.layers))
         declare_as_described(self, model, vocab_size, layers)
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
@@ -145,13 +147,13 @@ class Stage(nn.Module):
             for _, block in self._blocks(model.layers):
                 block.place_rotary(here)
 
-    def _blocks(self, count: int) -> Iterator[tuple[int, Block | Module]]:
+    def _blocks(self, count: int) -> Iterator[tuple[int, Layered]]:
         """Yield (number, module) of each layer, and of each module for multi-token prediction. The
         numbers of these modules begin with `count`, the number of layers of the model."""
         for number, block in self.layers.items():
             assert isinstance(block, Block)
             yield int(number), block
-        if isinstance(self.output, AheadOutput):
+        if self.output is not None:
             yield from enumerate(self.output.extra, count)
 
     def begin_step(self) -> None:
@@ -231,10 +233,8 @@ class Stage(nn.Module):
         divided over the tensor ranks. There is no dropout."""
         if batch.ahead is None:
             return ()
-        assert isinstance(self.output, AheadOutput), "a model without modules predicts no further"
-        context = self._context(batch, None)
-        activations = self.output.activations(batch.ahead, x, context)
-        return tuple(map(self.output.token_logits, activations))
+        assert self.output is not None, "only the last stage predicts"
+        return self.output.logits_ahead(batch.ahead, x, self._context(batch, None))
 
     def scores(self, batch: Microbatch, x: Tensor, step: int | None) -> Tensor:
         """Return the scores [samples, n] of the n classes, or of the n candidates of each sample,
@@ -346,5 +346,6 @@ def _output(
     """Return the output of a model."""
     if model.mtp_modules:
         parts = parameters.head(model, vocab_size)
-        return AheadOutput(model, parts, axis, context=context, experts=experts)
+        ahead: Output = built_in(AHEAD)(model, parts, axis, context=context, experts=experts)
+        return ahead
     return output_of(model, vocab_size, axis)

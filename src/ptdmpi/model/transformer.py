@@ -7,7 +7,7 @@ outside attention and MLP have only this rank's positions.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -24,11 +24,10 @@ from ptdmpi.model.kernels import Computing, Kernels, compiler
 from ptdmpi.model.kernels.activation import gelu
 from ptdmpi.model.kernels.fused.steps import fused_steps
 from ptdmpi.model.kernels.norm import Norm
-from ptdmpi.model.latent.heads import LatentHeads
+from ptdmpi.model.kernels.rope import Rotating
 from ptdmpi.model.operators import (
     Build,
     Context,
-    Heads,
     RowStep,
     install,
     run,
@@ -108,7 +107,28 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
     return frequencies * (1.0 - divided) + frequencies / model.rope_factor * divided
 
 
-class Block(Computing):
+class Layered(Computing):
+    """The base class of modules that compute the operators of a layer: the layers of the model, and
+    the modules for multi-token prediction. The kernels determine how the operators of `plain_steps`
+    are combined to `steps`."""
+
+    plain_steps: tuple[RowStep, ...]
+    steps: tuple[RowStep, ...]
+
+    def take(self, kernels: Kernels) -> None:
+        """Compute with these kernels from now on."""
+        super().take(kernels)
+        self.steps = fused_steps(self.plain_steps, kernels)
+
+    def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
+        """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1,
+        rotated elements] each, in the steps of the layer."""
+        for step in self.steps:
+            if isinstance(step.compute, Rotating):
+                step.compute.rotary = rotary
+
+
+class Block(Layered):
     """A layer. It computes the operators of its sublayers (`plan.layer.describe`) in their
     order."""
 
@@ -146,13 +166,10 @@ class Block(Computing):
 
     def take(self, kernels: Kernels) -> None:
         """Compute with these kernels from now on."""
-        super().take(kernels)
         if self._compiled is None:
-            self.steps = fused_steps(self.plain_steps, kernels)
-
-    def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
-        """Store the cosines and sines of the rotary angles; see the function `place_rotary`."""
-        place_rotary(self.steps, rotary)
+            super().take(kernels)
+        else:  # the compiled graph does not change
+            self.kernels = kernels
 
     def compiled_by(self, backend: str) -> None:
         """Compile the layer's training pass to one forward and one backward graph, with the given
@@ -206,14 +223,6 @@ class Block(Computing):
 
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         return run(self.steps, {"x": x}, context)["x"]
-
-
-def place_rotary(steps: Sequence[RowStep], rotary: tuple[Tensor, Tensor]) -> None:
-    """Store the cosines and sines of the rotary angles of this rank's positions, [s, 1, 1, rotated
-    elements] each, in the steps of a layer."""
-    for step in steps:
-        if isinstance(step.compute, Heads | LatentHeads):
-            step.compute.rotary = rotary
 
 
 class Embedding(nn.Module):

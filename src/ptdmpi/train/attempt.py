@@ -18,7 +18,6 @@ from ptdmpi.config import Config, InputError, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import said_at_start
 from ptdmpi.engine.engine import Engine
-from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement
@@ -53,6 +52,15 @@ def _measured(config: Config) -> Entries:
     if path == wish:
         return load_kernels(path).entries()
     return load_cluster(path).kernels.entries()
+
+
+def _tokenizer_of(model: Path) -> str | None:
+    """Return the SHA-256 of the tokenizer of the model at the path `model`; None if it is not
+    known."""
+    # imported only here, because a run that begins from no other model does not need this module
+    from ptdmpi.inference.tokenizer import known_tokenizer
+
+    return known_tokenizer(model)
 
 
 class Attempt:
@@ -106,7 +114,7 @@ class Attempt:
         engine.steps_done = None
         fresh: list[str] = []
         if config.adapt.adapts:
-            known = world.on_root(lambda: known_tokenizer(Path(config.adapt.base)))
+            known = world.on_root(lambda: _tokenizer_of(Path(config.adapt.base)))
             fresh = take_base(engine.state, engine.axes.world, self.course, known)
         if start.load is None:
             self.first = self._from_checkpoint(start, fresh)
@@ -190,7 +198,7 @@ class Attempt:
             return progress.step
         if self.config.checkpoint.initial is not None:
             initial = Path(self.config.checkpoint.initial)
-            known = self.world.on_root(lambda: known_tokenizer(initial))
+            known = self.world.on_root(lambda: _tokenizer_of(initial))
             checkpoint, fresh = self.checkpoints.begin_from(initial, known, fresh)
             self.how = f"begins from the weights of {checkpoint}"
         if fresh:

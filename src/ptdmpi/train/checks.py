@@ -22,8 +22,6 @@ from ptdmpi.config.configuration import Sections
 from ptdmpi.config.files import parsed
 from ptdmpi.data.own import is_own
 from ptdmpi.data.shards import Dataset, find_shards, verify
-from ptdmpi.evaluate import tasks
-from ptdmpi.evaluate.labelled import items
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.lineage.trained_on import begun
@@ -32,8 +30,8 @@ from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.sinks.sinks import require
+from ptdmpi.train import tasks
 from ptdmpi.train.feed import source_of
-from ptdmpi.train.tasks.files import task_files
 
 
 def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
@@ -107,7 +105,8 @@ def checked_data(config: Config) -> int:
     # left out.
     if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
-    mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])
+    if config.log.tasks:
+        mistakes += _mistakes([partial(tasks.task_files, config, course, source.vocab_size)])
     if mistakes:
         raise InputError("\n".join(mistakes))
     return source.vocab_size
@@ -140,7 +139,7 @@ def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
         task = sections.task
         for path in dict.fromkeys(paths):
             if task is not None and task.kind != "none":
-                yield partial(items, Path(path), task)
+                yield partial(tasks.items, Path(path), task)
             elif not is_own(path):
                 yield partial(_dataset, path, sections.model)
     adapt = sections.adapt

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from ptdmpi.base.words import counted
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.batches import MicrobatchRows, Prefetcher, Steps, TrainBatches, ValidationBatches
@@ -21,7 +19,6 @@ from ptdmpi.data.documents import (
     with_documents,
     with_weights,
 )
-from ptdmpi.data.labelled import LabelledBatches, in_order
 from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.own import is_own
@@ -29,15 +26,14 @@ from ptdmpi.data.scores.reference import REFERENCE, with_references
 from ptdmpi.data.scores.stored import LabelScores, ScoredSamples, StoredScores
 from ptdmpi.data.scores.teacher import TEACHER, check_teacher, with_teacher
 from ptdmpi.data.shards import Dataset
-from ptdmpi.evaluate.labelled import read
 from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import Samples, begun
 from ptdmpi.model.batch import Microbatch, Placing
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.plan.layout.grid import CONTEXT
+from ptdmpi.train import tasks
 from ptdmpi.train.own_source import OwnSource
-from ptdmpi.train.tasks.files import task_framing
 
 # imported only for types: importing this module starts MPI, but some commands open data without MPI
 if TYPE_CHECKING:
@@ -204,77 +200,11 @@ class ShardSource:
             yield batch.inputs, batch.labels
 
 
-class TaskSource:
-    """A source whose samples are the lines in the files of a task. The texts are tokenized when the
-    files are read."""
-
-    def __init__(self, config: Config) -> None:
-        """Read the files of the task. Raises InputError if a file cannot be used, or if no
-        tokenizer is found."""
-        self.config = config
-        frame = task_framing(config)
-        self.form = frame.form
-        self.vocab_size = config.model.vocab_size or frame.needed
-        if self.vocab_size < frame.needed:
-            raise InputError(
-                f"model.vocab_size = {self.vocab_size}, but the tokenizer of the task needs "
-                f"{frame.needed}; legal: {frame.needed} or more, or 0: just as many"
-            )
-        self._train = [read(Path(part.path), config.task, frame) for part in config.data.train]
-        self._valid = [read(Path(path), config.task, frame) for path in config.data.valid_paths]
-        self.train: Sequence[Samples] = self._train
-        self.valid: Sequence[Samples] = self._valid
-
-    @property
-    def _micro(self) -> int:
-        """Return the number of samples in a microbatch. The configuration gives the microbatch size
-        in sequences, and a sample may consist of several sequences."""
-        return self.config.batch.micro_size // self.config.task.sequences
-
-    def steps(self, order: SampleOrder, data: Communicator) -> Steps:
-        """Return this rank's training microbatches."""
-        return LabelledBatches(
-            self._train,
-            order,
-            self.form,
-            samples=self.config.samples,
-            micro=self._micro,
-            data_rank=data.rank,
-            data_size=data.size,
-        )
-
-    def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
-        """Yield the microbatches of a validation file that this data rank reads."""
-        return in_order(
-            self._valid[number],
-            self.form,
-            micro=self._micro,
-            data_rank=data.rank,
-            data_size=data.size,
-            most=self.config.log.most_validated,
-        )
-
-    def ids(self, number: int, sample: int) -> list[int]:
-        """Return the tokens of one training sample. If the sample has several candidate answers,
-        return the tokens of the sequence with the first candidate."""
-        file = self._train[number]
-        return file.rows[sample * file.sequences].ids.tolist()
-
-    def remarks(self) -> Iterator[str]:
-        """Yield a log line about each file: the number of its samples, and the number of sequences
-        that were cut because they were too long."""
-        for file in (*self._train, *self._valid):
-            cut = f"{file.cut} of {counted(len(file.rows), 'sequence')} cut"
-            if file.cut:
-                cut += f" by {counted(file.lost, 'token')}: longer than model.seq_length"
-            yield f"{file.path}: {counted(len(file.labels), 'sample')}, {cut}"
-
-
 def source_of(config: Config) -> SampleSource:
     """Open the data of a run, and return its source of samples. Raises InputError if the data
     cannot be used."""
     if config.task.kind != "none":
-        return TaskSource(config)
+        return tasks.TaskSource(config)
     if config.model.classifies:
         raise InputError('model.output_head = "classes" is trained by a [task]')
     if any(is_own(part.path) for part in config.data.train):

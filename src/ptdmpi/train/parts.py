@@ -18,6 +18,7 @@ from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.train import tasks
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.feed import Feed
@@ -27,8 +28,7 @@ from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.records.rates import Rates, agreed_peak_flops, peak_memory_bytes, why_no_peak
 from ptdmpi.train.saving import Saving
-from ptdmpi.train.standing import standing_of
-from ptdmpi.train.tasks.measured import Tasks
+from ptdmpi.train.standing import Standing, standing_of
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.profile import Profile
@@ -130,8 +130,7 @@ def _with_state(
     attempt.over = standing.over
     checkpoints.validated = standing.last
     vote = partial(_vote, lookout, engine)
-    tasks = Tasks(engine, feed.course, world, journal)
-    validation = Validation(config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks)
+    validation = _validator(feed, engine, journal, world, vote=vote, standing=standing, hooks=hooks)
     attempt.take_owed(validation.owed(attempt.first))
     # with live state, which survived a loss of ranks, the run begins even if the disk is full
     if not attempt.idle and not attempt.live:
@@ -165,6 +164,26 @@ def _vote(lookout: Lookout, engine: Engine, mistake: Exception | None = None) ->
     whether it has failed to read its data (`mistake`). Return the requests on which the ranks
     agree. Every rank must call this function."""
     return lookout.vote(peak_memory_bytes(engine.device), mistake)
+
+
+def _validator(
+    feed: Feed,
+    engine: Engine,
+    journal: Journal,
+    world: World,
+    *,
+    vote: Vote,
+    standing: Standing,
+    hooks: Hooks,
+) -> Validation:
+    """Return the object that validates the run. It also evaluates the task files, if the
+    configuration names any."""
+    made = Validation(
+        engine.config, feed, engine, journal, vote=vote, standing=standing, hooks=hooks
+    )
+    if engine.config.log.tasks:
+        made.tasks = tasks.Tasks(engine, feed.course, world, journal)
+    return made
 
 
 def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:

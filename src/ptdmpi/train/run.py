@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -16,7 +16,6 @@ from ptdmpi.base.plugins import name_of
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Axes, World, end_together
 from ptdmpi.config import Config, SharedInputError, load, with_values
-from ptdmpi.model.output.own import LossInput
 from ptdmpi.model.state import State
 from ptdmpi.train.checks import checked
 from ptdmpi.train.hooks import Hook, Hooks
@@ -24,6 +23,9 @@ from ptdmpi.train.live import Completed
 from ptdmpi.train.loop import Loop
 from ptdmpi.train.recover import Survivors
 from ptdmpi.watch.requests import SIGNALS, Save, StopRequest
+
+if TYPE_CHECKING:
+    from ptdmpi.model.output.own import LossInput
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Run:
         config: str | Path | Mapping[str, Any],
         settings: Mapping[str, Any] | None = None,
         *,
-        loss: Callable[[LossInput], tuple[Tensor, Tensor | float]] | None = None,
+        loss: "Callable[[LossInput], tuple[Tensor, Tensor | float]] | None" = None,
         data: type | None = None,
         optimizer: type | None = None,
         hooks: Sequence[Hook] = (),

@@ -4,16 +4,19 @@ validation."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.output.losses import COUNT, MARGIN, RIGHT, TASK, SummedLoss, recorded, summed
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.hooks import Hooks
+from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.standing import Standing
-from ptdmpi.train.tasks.measured import Tasks
 from ptdmpi.watch.requests import Asked, Save, Vote
+
+if TYPE_CHECKING:
+    from ptdmpi.train.tasks import Tasks
 
 
 class Validation:
@@ -21,6 +24,7 @@ class Validation:
     for which `due` returns True.
 
     `standing` contains the results of the validations so far, which are the same on all ranks.
+    `tasks` evaluates task files; None if the run has no task files.
     """
 
     def __init__(
@@ -28,7 +32,7 @@ class Validation:
         config: Config,
         feed: Feed,
         engine: Engine,
-        tasks: Tasks,
+        journal: Journal,
         *,
         vote: Vote,
         standing: Standing,
@@ -41,8 +45,8 @@ class Validation:
         self.config = config
         self.feed = feed
         self.engine = engine
-        self.tasks = tasks
-        self.journal = tasks.journal
+        self.tasks: Tasks | None = None
+        self.journal = journal
         self.vote = vote
         self.standing = standing
         self.hooks = hooks
@@ -53,7 +57,7 @@ class Validation:
 
     def due(self, step: int) -> bool:
         """Return True if a validation or an evaluation of the tasks is due after `step`."""
-        return self._due(step) or self.tasks.due(step)
+        return self._due(step) or (self.tasks is not None and self.tasks.due(step))
 
     def _due(self, step: int) -> bool:
         every = self.config.log.validate_every_steps
@@ -77,7 +81,8 @@ class Validation:
 
     def _asks_tasks(self, step: int) -> bool:
         """Return True if the evaluation of the tasks is due after `step` and has not been done."""
-        return self.tasks.due(step) and self.standing.tasks_step < step
+        due = self.tasks is not None and self.tasks.due(step)
+        return due and self.standing.tasks_step < step
 
     def measured(self, step: int) -> dict[str, Any]:
         """Return the values of the validation after `step`. If this validation has not been done
@@ -108,7 +113,7 @@ class Validation:
         if self._validates(step):
             asked = self._validate(step)
         ends = bool(self.standing.over)
-        if asked.stop or not (self._asks_tasks(step) or ends):
+        if asked.stop or self.tasks is None or not (self._asks_tasks(step) or ends):
             return asked
         later = self.tasks.after_step(step, self.vote)
         stop = "" if ends else later.stop

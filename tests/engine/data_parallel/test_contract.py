@@ -43,7 +43,7 @@ def equal_replicas(engine) -> bool:
 def test_a_method_is_one_class(comm):
     plain = build(World(comm), WHERE)
     steps_of(plain, 1)
-    with patch.dict(METHODS, {"all_reduce": Averaged}):
+    with patch.dict(METHODS, {"all_reduce": f"{__name__}:Averaged"}):
         engine = build(World(comm), WHERE)
         (first,) = steps_of(engine, 1)
     # each replica has its own samples' share of the gradient of the global batch
@@ -59,7 +59,7 @@ def test_a_method_is_one_class(comm):
 
 @parallel(ranks=[4])
 def test_a_replica_that_is_not_finite_skips_the_step_of_all(comm):
-    with patch.dict(METHODS, {"all_reduce": Averaged}):
+    with patch.dict(METHODS, {"all_reduce": f"{__name__}:Averaged"}):
         engine = build(World(comm), WHERE)
     before = engine.buffer.masters[0].clone()
     if engine.axes["data"].rank == 1:
@@ -81,7 +81,7 @@ def test_replicas_that_differ_are_saved_each_or_as_their_mean(comm):
         return mine, sum(engine.axes.world.all_gather_object(mine))
 
     mine, once = elements(build(World(comm), WHERE))
-    with patch.dict(METHODS, {"all_reduce": Averaged}):
+    with patch.dict(METHODS, {"all_reduce": f"{__name__}:Averaged"}):
         engine = build(World(comm), WHERE)
     assert elements(engine)[1] == 2 * once
     assert elements(engine, mean=True) == (mine, once)

@@ -168,7 +168,7 @@ WAYS = {
 def contributed() -> Iterator[None]:
     """The lines that a contributor adds."""
     with (
-        mock.patch.dict(modules.MAKERS, {Convolve: make_convolution}),
+        mock.patch.dict(modules.MAKERS, {Convolve.__name__: make_convolution}),
         mock.patch.dict(SUBLAYERS, {"convolution": f"{__name__}:convolution"}),
     ):
         yield

@@ -1,26 +1,23 @@
 """The table of data-parallel methods by name (`METHODS`), and the choice of a run's method from its
 configuration."""
 
+from ptdmpi.base.plugins import built_in
 from ptdmpi.config import SharedInputError
-from ptdmpi.engine.data_parallel.choco import Choco
-from ptdmpi.engine.data_parallel.compressed import Compressed
-from ptdmpi.engine.data_parallel.decentralized import Decentralized
-from ptdmpi.engine.data_parallel.local import Local
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
-from ptdmpi.engine.data_parallel.pairwise import ParameterServer, Ring
-from ptdmpi.engine.data_parallel.reduce import AllReduce, Sharded, TreeSum
 from ptdmpi.plan.layout.grid import DATA, LOSSES
 
-METHODS: dict[str, type[DataParallel]] = {
-    "all_reduce": AllReduce,
-    "sharded": Sharded,
-    "tree": TreeSum,
-    "parameter_server": ParameterServer,
-    "ring": Ring,
-    "decentralized": Decentralized,
-    "choco": Choco,
-    "local": Local,
-    "compressed": Compressed,
+# Name of a method -> its class, as "module:class". The class is imported only when a run uses the
+# method.
+METHODS = {
+    "all_reduce": "ptdmpi.engine.data_parallel.reduce:AllReduce",
+    "sharded": "ptdmpi.engine.data_parallel.reduce:Sharded",
+    "tree": "ptdmpi.engine.data_parallel.reduce:TreeSum",
+    "parameter_server": "ptdmpi.engine.data_parallel.pairwise:ParameterServer",
+    "ring": "ptdmpi.engine.data_parallel.pairwise:Ring",
+    "decentralized": "ptdmpi.engine.data_parallel.decentralized:Decentralized",
+    "choco": "ptdmpi.engine.data_parallel.choco:Choco",
+    "local": "ptdmpi.engine.data_parallel.local:Local",
+    "compressed": "ptdmpi.engine.data_parallel.compressed:Compressed",
 }
 
 
@@ -35,7 +32,8 @@ def data_parallel(replica: Replica) -> DataParallel:
         method = "sharded"
     elif method == "decentralized" and section.compressor != "none":
         method = "choco"
-    return METHODS[method](replica)
+    kind: type[DataParallel] = built_in(METHODS[method])
+    return kind(replica)
 
 
 def method_of(replica: Replica) -> DataParallel:

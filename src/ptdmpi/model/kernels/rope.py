@@ -64,6 +64,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels = USUAL) -> Ten
     return turn.apply(x, cos, sin)
 
 
+class Rotating:
+    """The base class of functions that make the queries and keys of a layer. `rotary` has the
+    cosines and sines of the rotary angles, [s, 1, 1, rotated elements] each; None until the stage
+    provides them."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+
+
 class Rotation(Computing):
     """The rotation of the queries and keys of a layer, which has no parameters."""
 

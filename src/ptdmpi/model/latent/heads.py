@@ -16,13 +16,14 @@ from torch.autograd import Function
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.kernels.norm import Norm
+from ptdmpi.model.kernels.rope import Rotating
 from ptdmpi.model.latent.absorbed import Absorbed, CachedPass
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 Rotary = tuple[Tensor, Tensor]
 
 
-class Rotating(CachedPass, Protocol):
+class RotatingPass(CachedPass, Protocol):
     """An object that provides, for one forward pass, the cosines and sines of the rotary angles,
     and the cache."""
 
@@ -49,7 +50,7 @@ class Latents:
         return *normed, key
 
 
-class LatentHeads:
+class LatentHeads(Rotating):
     """The function that makes queries, keys and values by head. Its inputs are the expanded queries
     [s, b, a / t * d], the expanded keys and values [s, b, a / t * (n + v)], and the rotary key [s,
     b, r]. Its results are queries and keys [b, a / t, s, d], and values [b, a / t, s, v].
@@ -69,9 +70,10 @@ class LatentHeads:
         self.head_size = model.head_size
         self.plain = model.head_size - model.rope_head_size
         self.values = model.value_size
-        self.rotary: Rotary | None = None
 
-    def __call__(self, q: Tensor, kv: Tensor, key: Tensor, context: Rotating) -> tuple[Tensor, ...]:
+    def __call__(
+        self, q: Tensor, kv: Tensor, key: Tensor, context: RotatingPass
+    ) -> tuple[Tensor, ...]:
         """Return queries and keys, each [b, a / t, s, d] for this rank's a / t heads of d elements,
         and values, [b, a / t, s, v]. `q` are the expanded queries, `kv` the expanded keys and
         values, and `key` the rotary key. With a cache, `kv` [s, b, c] has the latent vectors, and

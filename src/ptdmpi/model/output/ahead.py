@@ -14,8 +14,6 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.experts.exchange import ExpertAxis
-from ptdmpi.model.kernels import Computing, Kernels
-from ptdmpi.model.kernels.fused.steps import fused_steps
 from ptdmpi.model.operators import Build, Context, install, run
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.heads import TokenOutput
@@ -25,12 +23,12 @@ from ptdmpi.model.sequence.ahead import TokensAhead
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tables import look_up
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.model.transformer import place_rotary
+from ptdmpi.model.transformer import Layered
 from ptdmpi.plan.layer.ahead.modules import MODULES, TABLE, inner, plain
 from ptdmpi.plan.layer.parts import Parts
 
 
-class Module(Computing):
+class Module(Layered):
     """A module for multi-token prediction. One norm is for an activation, and another norm for an
     embedding. A linear layer reads the concatenation of both results; a transformer layer and a
     last norm follow. For dropout masks and experts' loads, module `number` (from 0) counts as layer
@@ -56,15 +54,6 @@ class Module(Computing):
         )
         self.plain_steps = install(self, inner(model), build)
         self.steps = self.plain_steps
-
-    def take(self, kernels: Kernels) -> None:
-        """Compute with these kernels from now on."""
-        super().take(kernels)
-        self.steps = fused_steps(self.plain_steps, kernels)
-
-    def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
-        """Store the cosines and sines of the rotary angles; see the function `place_rotary`."""
-        place_rotary(self.steps, rotary)
 
     def forward(self, x: Tensor, embedded: Tensor, context: Context) -> Tensor:
         """Return the normalized activations [s, b, h] from which the output head predicts. `x` are
@@ -117,6 +106,10 @@ class AheadOutput(TokenOutput):
         for module, ids in zip(self.extra, ahead.ids[:-1], strict=False):
             x = module(x, look_up(ids, table, self.axis), context)
             yield x
+
+    def logits_ahead(self, ahead: TokensAhead, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return the logits of each module; see `Output.logits_ahead`."""
+        return tuple(map(self.token_logits, self.activations(ahead, x, context)))
 
     def _ahead(self, batch: Microbatch, x: Tensor, context: Context) -> Iterator[Tensor]:
         """Yield the loss of each module, summed over the microbatch."""

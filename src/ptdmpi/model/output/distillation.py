@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ptdmpi.config import Config
 from ptdmpi.config.sections import DistillationConfig
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.output.cross_entropy import (
@@ -32,6 +33,7 @@ from ptdmpi.model.output.cross_entropy import (
     widened,
 )
 from ptdmpi.model.output.losses import DISTILLATION, TASK
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 
@@ -151,6 +153,13 @@ class DistillationLoss:
 
     config: DistillationConfig
     axis: TensorAxis
+
+    @classmethod
+    def of(
+        cls, config: Config, vocab_size: int, tensor: TensorAxis, context: ContextAxis
+    ) -> "DistillationLoss":
+        """Return the loss of a run with the section [distillation]."""
+        return cls(config.distillation, tensor)
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
         """Return two sums over the tokens of a microbatch, computed from this tensor rank's columns

@@ -7,34 +7,53 @@ t is the number of tensor ranks, and h is the hidden size.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptdmpi.base.plugins import built_in
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels.norm import Norm
 from ptdmpi.model.operators import Context
 from ptdmpi.model.output.cross_entropy import cross_entropy
-from ptdmpi.model.output.distillation import DistillationLoss
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
-from ptdmpi.model.output.own import OwnLoss
-from ptdmpi.model.output.preference import PreferenceLoss
+from ptdmpi.model.sequence.ahead import TokensAhead
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
-from ptdmpi.model.transformer import Classes, MaskedTransform, SentenceOrder
+from ptdmpi.model.transformer import Classes, Layered, MaskedTransform, SentenceOrder
 from ptdmpi.plan.layer.parts import Parts
 from ptdmpi.plan.shape import parameters
+
+# The losses that a run can use instead of the cross-entropy, and the output with modules for
+# multi-token prediction, as "module:class". A class is imported only when a run uses it.
+LOSSES = {
+    "distillation": "ptdmpi.model.output.distillation:DistillationLoss",
+    "own": "ptdmpi.model.output.own:OwnLoss",
+    "preference": "ptdmpi.model.output.preference:PreferenceLoss",
+}
+AHEAD = "ptdmpi.model.output.ahead:AheadOutput"
+
+
+class OutputLoss(Protocol):
+    """A loss that a run uses instead of the cross-entropy."""
+
+    def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
+        """Return the losses by name, each summed over the microbatch."""
 
 
 class Output(ABC):
     """The base class of outputs. An output is the part of a model after the last layer. The
     pipeline stage registers `modules` under their names. `loss` computes the losses from the
-    logits; None means that the loss is the cross-entropy."""
+    logits; None means that the loss is the cross-entropy. `extra` has the modules for multi-token
+    prediction."""
 
-    loss: OwnLoss | PreferenceLoss | DistillationLoss | None = None
+    loss: OutputLoss | None = None
+    extra: Sequence[Layered] = ()
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         self.axis = axis
@@ -54,6 +73,11 @@ class Output(ABC):
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the losses by name, each summed over the microbatch, from the normalized
         activations `x`. The task's loss is the first one."""
+
+    def logits_ahead(self, ahead: TokensAhead, x: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return the logits [s, b, V/t] of each module for multi-token prediction for which `ahead`
+        has tokens, from the normalized activations `x`. Only `AheadOutput` has such modules."""
+        raise NotImplementedError("a model without modules predicts no further")
 
 
 class TokenOutput(Output):
@@ -201,14 +225,19 @@ class ClassOutput(Output):
 
 def loss_of(
     config: Config, vocab_size: int, axis: TensorAxis, context: ContextAxis
-) -> OwnLoss | PreferenceLoss | DistillationLoss | None:
+) -> OutputLoss | None:
     """Return the loss that a run uses instead of the cross-entropy; None if it uses the
     cross-entropy. Raise InputError for a loss that cannot be imported."""
     if config.preference.compares:
-        return PreferenceLoss(config.preference, axis, context)
-    if config.distillation.teaches:
-        return DistillationLoss(config.distillation, axis)
-    return OwnLoss.of(config.run.loss, vocab_size, axis, context)
+        kind = "preference"
+    elif config.distillation.teaches:
+        kind = "distillation"
+    elif config.run.loss:
+        kind = "own"
+    else:
+        return None
+    loss: OutputLoss = built_in(LOSSES[kind]).of(config, vocab_size, axis, context)
+    return loss
 
 
 def output_of(model: ModelConfig, vocab_size: int, axis: TensorAxis) -> Output:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin, users_code
 from ptdmpi.comm.communicator import Communicator
+from ptdmpi.config import Config
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.output.losses import COUNT, TASK
 from ptdmpi.model.sequence.context import ContextAxis
@@ -146,16 +147,14 @@ class OwnLoss:
 
     @classmethod
     def of(
-        cls, name: str, vocab_size: int, tensor: TensorAxis, context: ContextAxis
-    ) -> "OwnLoss | None":
-        """Return the loss with the name `name`. Return None if the name is "", which means the
-        cross-entropy. Raise InputError for a name that cannot be imported."""
-        if not name:
-            return None
+        cls, config: Config, vocab_size: int, tensor: TensorAxis, context: ContextAxis
+    ) -> "OwnLoss":
+        """Return the loss that `run.loss` names. Raise InputError for a name that cannot be
+        imported."""
         return cls(
-            name=name,
+            name=config.run.loss,
             vocab_size=vocab_size,
-            function=plugin("losses", name),
+            function=plugin("losses", config.run.loss),
             tensor=tensor,
             context=context,
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ptdmpi.config import Config
 from ptdmpi.config.sections import PreferenceConfig
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.output.cross_entropy import token_losses
@@ -29,6 +30,13 @@ class PreferenceLoss:
     config: PreferenceConfig
     tensor: TensorAxis
     context: ContextAxis
+
+    @classmethod
+    def of(
+        cls, config: Config, vocab_size: int, tensor: TensorAxis, context: ContextAxis
+    ) -> "PreferenceLoss":
+        """Return the loss of a run with the section [preference]."""
+        return cls(config.preference, tensor, context)
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
         """Return three sums over the pairs of a microbatch, computed from this tensor rank's

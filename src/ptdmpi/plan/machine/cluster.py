@@ -248,9 +248,9 @@ class Cluster(FrozenTable):
     node: Node
     software: Software
     efficiency: Efficiency
-    host: Host = Host()
+    host: Host = Field(default_factory=Host)
     measured: Measured | None = None
-    kernels: KernelWays = KernelWays()
+    kernels: KernelWays = Field(default_factory=KernelWays)
 
     @property
     def on_host(self) -> bool:

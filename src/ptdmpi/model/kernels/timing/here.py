@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomlkit
 import torch
 
 from ptdmpi.base.disk import read_file, user_cache, write_whole
@@ -117,6 +116,9 @@ class Cached:
     def write(self, measured: Entries) -> str:
         """Store the measurements `measured`. Return the reason if the file cannot be written, else
         ""."""
+        # imported only here, because a run with earlier measurements does not need this module
+        import tomlkit
+
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, tomlkit.dumps({"key": self.key, "kernels": measured}))

@@ -150,8 +150,8 @@ class World:
 
     def device(self) -> torch.device:
         """Return this rank's device: a GPU of NVIDIA or AMD (CUDA or ROCm) if its node has one,
-        otherwise the CPU. Other devices, such as Intel's GPUs, are not used. The GPU becomes torch's
-        current device."""
+        otherwise the CPU. Other devices, such as Intel's GPUs, are not used. The GPU becomes the
+        current device of torch."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         device = torch.device("cuda", self.local_rank % torch.cuda.device_count())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.built import add
@@ -278,7 +279,12 @@ class Residual:
     dropout: HiddenDropout
 
     def __call__(self, x: Tensor, y: Tensor, context: Context) -> Tensor:
-        """Return x + dropout(y)."""
+        """Return x + dropout(y). Raise InputError if a sublayer has changed the positions."""
+        if x.shape != y.shape:
+            raise InputError(
+                "model.sublayers: an operator has changed the positions: the output of its "
+                f"sublayer is {list(y.shape)}; legal: {list(x.shape)}"
+            )
         if context.stream is not None:
             y = self.dropout(y, context.stream, context.positions)
         return x + y

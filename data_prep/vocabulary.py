@@ -4,7 +4,7 @@ module can also train a `tokenizer.json` file."""
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,8 @@ import numpy as np
 from data_prep.other_tokenizers import MISSING, SentencePieceTokenizer, TiktokenTokenizer
 from ptdmpi.base.disk import read_file
 from ptdmpi.base.hub import downloaded, is_hub_name
+from ptdmpi.base.say import note
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
@@ -37,6 +39,11 @@ MIN_VOCAB_SIZE = 257  # the smallest vocabulary: 256 bytes and the end-of-docume
 # The library `tokenizers` reserves memory for the requested number of tokens before it trains, so
 # larger numbers are refused.
 MAX_VOCAB_SIZE = 1 << 24
+# The time to train on a word grows with the square of its length: a word of 3 MB would take hours.
+# A word is a run of letters, of digits, of other characters or of spaces, as in GPT-2's tokenizer.
+MOST_LETTERS = 1000
+_KINDS = (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")
+LONG_WORD = re.compile("|".join(f"{kind}{{{MOST_LETTERS}}}" for kind in _KINDS))
 
 
 class Vocabulary(Protocol):
@@ -318,14 +325,32 @@ def tokenizer_file(name: str) -> Path | None:
     return path
 
 
+def in_short_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts, cut so that no word has more than MOST_LETTERS characters. At the end, print
+    a note if words were cut."""
+    cuts = 0
+    for text in texts:
+        start = 0
+        for long in LONG_WORD.finditer(text):
+            yield text[start : long.end()]
+            start = long.end()
+            cuts += 1
+        yield text[start:]
+    if cuts:
+        note(
+            f"note: for the training, words were cut at {counted(cuts, 'place')}, because words of "
+            f"more than {MOST_LETTERS} characters would take very long"
+        )
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
     """Train a byte-level BPE tokenizer (Radford et al. 2019, section 2.2) with the special token
     <|endoftext|>.
 
     Return the content of the new tokenizer.json, and the size of its vocabulary. The size is less
     than `vocab_size` if the texts have too few different pairs of tokens. The same texts always
-    give the same tokenizer. Raise InputError if `vocab_size` is not between MIN_VOCAB_SIZE and
-    MAX_VOCAB_SIZE.
+    give the same tokenizer. Words of more than MOST_LETTERS characters are cut, and a note says how
+    many. Raise InputError if `vocab_size` is not between MIN_VOCAB_SIZE and MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -343,5 +368,5 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(in_short_words(texts), trainer)
     return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()

@@ -9,7 +9,13 @@ import pytest
 import tokenizers
 from click.testing import CliRunner
 
-from data_prep.vocabulary import BYTES_SHA256, load_tokenizer, train_bpe
+from data_prep.vocabulary import (
+    BYTES_SHA256,
+    MOST_LETTERS,
+    in_short_words,
+    load_tokenizer,
+    train_bpe,
+)
 from ptdmpi.commands.convert import command
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
@@ -164,3 +170,15 @@ def test_the_chat_template_of_its_conversations_goes_with_it(tmp_path):
     shutil.rmtree(tmp_path / "shards")
     note = to_hf(run, tmp_path / "gone").note
     assert note.startswith(f"no {TEMPLATE} of its own is written: ") and "no such dir" in note
+
+
+def test_a_word_without_an_end_is_cut_for_the_training(capsys):
+    """The time to train on a word grows with the square of its length."""
+    words = ["ab" * 40_000, "1" * 2500, "-_" * 700, "short words", " " * 1500, "x" * 999 + " y"]
+    pieces = list(in_short_words(words))
+    assert "".join(pieces) == "".join(words)
+    assert max(len(word) for piece in pieces for word in piece.split(" ")) == MOST_LETTERS
+    assert "words were cut at 84 places" in capsys.readouterr().err
+    assert list(in_short_words(["short"])) == ["short"] and not capsys.readouterr().err
+    assert train_bpe(words, 300)[1] > 257
+    assert "cut at 84 places" in capsys.readouterr().err

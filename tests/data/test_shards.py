@@ -255,6 +255,13 @@ def test_a_shard_cut_while_it_is_open(shard, mapped):
         dataset.read(np.array([1]), 8)
 
 
+def test_offsets_of_documents_that_were_cut_are_refused(shard):
+    dataset = Dataset(shard.parent)
+    os.truncate(shard, dataset.headers[0].documents_byte_offset + 2)
+    with pytest.raises(InputError, match=rf"shard {shard}: cannot be mapped: mmap length"):
+        dataset.documents(0)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 100, 5000, 0.5, 0.99])
 def test_truncated_shard(shard, keep):
     size = shard.stat().st_size

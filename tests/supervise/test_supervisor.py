@@ -125,6 +125,12 @@ def test_deaths_without_a_new_step_are_counted(job, tmp_path):
     assert len(calls(tmp_path)) == 2
 
 
+def test_a_bus_error_names_its_cause(job):
+    code, text = ends(job("os.kill(os.getpid(), signal.SIGBUS)", "done(9)"))
+    assert code == 0
+    assert "exit code 135 (bus error: a file was truncated while it was read) after step 0" in text
+
+
 def test_a_layout_is_searched_once(job, tmp_path):
     wrote = "step(2); Path('r/config.toml').write_text(''); die()"
     assert ends(job(wrote, "done(9)", options=("--layout", "auto")))[0] == 0

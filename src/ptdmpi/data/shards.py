@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
@@ -91,21 +92,25 @@ def map_tokens(header: ShardHeader) -> np.ndarray:
     Raise InputError if the file cannot be mapped. Also raise the same errors as `confirmed`.
     """
     header = confirmed(header)
-    try:
-        mapped = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
-    # this error means that the file was replaced or truncated after its header was read
-    except (OSError, ValueError) as error:
-        raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
-    # return a plain array: slicing an object of the class memmap takes three times as long
-    return mapped.view(np.ndarray)
+    return _mapped(header, header.dtype, header.byte_offset, header.tokens)
 
 
 def map_documents(header: ShardHeader) -> np.ndarray:
     """Return the document offsets of a shard, uint64 [documents + 1], mapped into memory. Raise the
-    same errors as `confirmed`."""
+    same errors as `map_tokens`."""
     header = confirmed(header)
-    shape = (header.documents + 1,)
-    mapped = np.memmap(header.path, "<u8", "r", header.documents_byte_offset, shape)
+    return _mapped(header, "<u8", header.documents_byte_offset, header.documents + 1)
+
+
+def _mapped(header: ShardHeader, kind: DTypeLike, offset: int, count: int) -> np.ndarray:
+    """Return `count` numbers of the type `kind`, which begin at byte `offset` of a shard, mapped
+    into memory. Raise InputError if the file cannot be mapped."""
+    try:
+        mapped = np.memmap(header.path, kind, "r", offset, (count,))
+    # this error means that the file was replaced or truncated after its header was read
+    except (OSError, ValueError) as error:
+        raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
+    # return a plain array: slicing an object of the class memmap takes three times as long
     return mapped.view(np.ndarray)
 
 
@@ -155,8 +160,7 @@ def map_weights(header: ShardHeader) -> np.ndarray:
     """Return the weights of the tokens of a shard that stores weights, uint8 [tokens], mapped into
     memory. Raise the same errors as `confirmed`."""
     header = confirmed(header)
-    offset = header.weights_byte_offset
-    return np.memmap(header.path, "u1", "r", offset, (header.tokens,)).view(np.ndarray)
+    return _mapped(header, "u1", header.weights_byte_offset, header.tokens)
 
 
 def _crc32(values: np.ndarray) -> str:

@@ -87,7 +87,6 @@ class Engine:
         )
         self.context = ContextAxis(axes[CONTEXT], config.parallel.context_method)
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
-        require_same_parameters(axes, self.stages)
         # the entry of `LOSS_KINDS` for each loss, by the name of the loss
         self.losses = kinds_of(config)
         self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]
@@ -345,7 +344,7 @@ def _stages(
     context: ContextAxis,
 ) -> dict[int, Stage]:
     """Return the pipeline stages that the schedule assigns to this rank: number of the stage ->
-    stage."""
+    stage. Raise SharedInputError, on all ranks, if ranks have declared different parameters."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     layout = config.layout
     by_source = layout.computes_by_source(layout.microbatches(config.batch.global_size))
@@ -353,10 +352,12 @@ def _stages(
     layers = split_model(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers
     )
-    return {
+    stages = {
         number: Stage(config, vocab_size, layers[number], axis, context=context, experts=experts)
         for number in schedule.stages_of(axes["pipeline"].rank)
     }
+    require_same_parameters(axes, stages)
+    return stages
 
 
 def _sums_early(config: Config, axes: Axes) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.base.plugins import built_in
+from ptdmpi.base.errors import InputError
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.built import add
@@ -267,7 +268,12 @@ class Residual:
     dropout: HiddenDropout
 
     def __call__(self, x: Tensor, y: Tensor, context: Context) -> Tensor:
-        """Return x + dropout(y)."""
+        """Return x + dropout(y). Raise InputError if a sublayer has changed the positions."""
+        if x.shape != y.shape:
+            raise InputError(
+                "model.sublayers: an operator has changed the positions: the output of its "
+                f"sublayer is {list(y.shape)}; legal: {list(x.shape)}"
+            )
         if context.stream is not None:
             y = self.dropout(y, context.stream, context.positions)
         return x + y

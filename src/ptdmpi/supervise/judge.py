@@ -2,6 +2,7 @@
 restarted.
 """
 
+import signal
 from dataclasses import dataclass
 
 from ptdmpi.base.words import counted
@@ -10,6 +11,15 @@ from ptdmpi.supervise.start import Ended
 STOPPED = 75  # exit code of a run that has saved and stopped on request (see watch/requests.py)
 BAD_INPUT = 2
 CORRUPT = 3  # exit code for a corrupt state with run.on_corruption = "stop"
+
+BUS_ERROR = 128 + signal.SIGBUS
+
+
+def code_text(code: int) -> str:
+    """Return the text "exit code N", with the probable cause if signal SIGBUS ended a rank."""
+    if code == BUS_ERROR:
+        return f"exit code {code} (bus error: a file was truncated while it was read)"
+    return f"exit code {code}"
 
 
 @dataclass(frozen=True)

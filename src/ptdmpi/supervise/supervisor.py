@@ -24,7 +24,7 @@ from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
 from ptdmpi.supervise.environment import folder_of_copies, unusable_temporary_folder
 from ptdmpi.supervise.guard import POLL_S
-from ptdmpi.supervise.judge import BAD_INPUT, CORRUPT, STOPPED, Starts, judged
+from ptdmpi.supervise.judge import BAD_INPUT, CORRUPT, STOPPED, Starts, code_text, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import Ended, LauncherStart
@@ -117,7 +117,7 @@ class Supervisor:
         reasons = []
         if code:
             reasons = [self.progress.why(self._reasons_before), self._why]
-            reasons = [reason for reason in reasons if reason] or [f"exit code {code}"]
+            reasons = [reason for reason in reasons if reason] or [code_text(code)]
         self._tell(EVENTS.get(code, "failed"), "; ".join(reasons))
         return code
 
@@ -333,7 +333,7 @@ class Supervisor:
         lost = [node.name for node in self.place.nodes if node not in nodes]
         where = f"; lost: {', '.join(lost)}" if lost else ""
         text = (
-            f"the ranks ended with exit code {ended.code} after step {step}{where}; starting "
+            f"the ranks ended with {code_text(ended.code)} after step {step}{where}; starting "
             f"{counted(self.ranks, 'rank')} again (start {self.starts + 1})"
         )
         self._say(text)

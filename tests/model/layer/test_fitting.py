@@ -72,6 +72,7 @@ def described(make: Any) -> ModelConfig:
         (CORE, {"name": "gained..core"}, "'gained..core' has an illegal name; legal"),
         (CORE, {"name": None}, "operator None has an illegal name; legal"),
         (CORE, {"name": "gained"}, "gained.down of gained is named as a part of the operator gai"),
+        (UP, {"outputs": ("q",)}, "gained.residual reads 'y' with 32 channels, but it has 16"),
         ("gained.residual", {"place": "a"}, "has the number 'a'; legal: an integer from 4"),
         ("gained.residual", {"outputs": ("y",)}, "must write the residual stream, 'x'"),
     ],
@@ -170,6 +171,7 @@ def test_the_name_of_an_attribute_is_refused():
         (lambda x: exit(), "sublayer operator gained.core ends the program"),
         (lambda x: x.flatten(), r"of shape \[256\] .*legal: \[positions, 2, 16\] and torch.float3"),
         (lambda x: x[..., :3], r"of shape \[8, 2, 3\] .*legal: \[positions, 2, 16\]"),
+        (lambda x: x[:-1], r"changed the positions: .* is \[7, 2, 32\]; legal: \[8, 2, 32\]"),
         (lambda x: x.double(), r"torch.float64; legal: .* and torch.float32"),
     ],
 )

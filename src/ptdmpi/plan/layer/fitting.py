@@ -22,7 +22,7 @@ RESIDUAL = "x"  # the name of the residual stream
 
 
 @dataclass(frozen=True)
-class Rule:
+class FieldRule:
     """A rule for a field of a part: a function that returns True for a legal value, and a text that
     describes the legal values."""
 
@@ -46,33 +46,37 @@ def is_std(value: object) -> bool:
     return isinstance(value, numbers.Real) and 0.0 <= float(value) < math.inf
 
 
-SIZE = Rule(is_size, f"an integer from 1 to {MOST}")
-SIZES = Rule(_are_sizes, "a tuple of integers from 1")
-STD = Rule(is_std, "a finite number from 0")
-BOOL = Rule(lambda value: isinstance(value, bool), "True or False")
-SPLIT = Rule(lambda value: value in (None, "columns", "rows"), '"columns", "rows" or None')
+SIZE = FieldRule(is_size, f"an integer from 1 to {MOST}")
+SIZES = FieldRule(_are_sizes, "a tuple of integers from 1")
+STD = FieldRule(is_std, "a finite number from 0")
+BOOL = FieldRule(lambda value: isinstance(value, bool), "True or False")
+SPLIT = FieldRule(lambda value: value in (None, "columns", "rows"), '"columns", "rows" or None')
 # Kind of a part -> name of a field -> rule for the value of the field.
-RULES: Mapping[type[Part], Mapping[str, Rule]] = {
+RULES: Mapping[type[Part], Mapping[str, FieldRule]] = {
     Linear: {
         "inputs": SIZE,
         "outputs": SIZES,
         "bias": BOOL,
         "init_std": STD,
         "split": SPLIT,
-        "most": Rule(lambda value: value is None or _are_sizes(value), f"None, or {SIZES.legal}"),
+        "most": FieldRule(
+            lambda value: value is None or _are_sizes(value), f"None, or {SIZES.legal}"
+        ),
         "trains": BOOL,
     },
     Norm: {
         "size": SIZE,
         "shift": BOOL,
         "trains": BOOL,
-        "sees": Rule(lambda value: value in get_args(Sees), "one of " + ", ".join(get_args(Sees))),
+        "sees": FieldRule(
+            lambda value: value in get_args(Sees), "one of " + ", ".join(get_args(Sees))
+        ),
     },
     Table: {"rows": SIZE, "hidden": SIZE, "init_std": STD, "split": BOOL, "trains": BOOL},
     LowRankPair: {"inputs": SIZE, "outputs": SIZE, "rank": SIZE, "split": SPLIT, "trains": BOOL},
     Scale: {
         "size": SIZE,
-        "most": Rule(lambda value: value is None or is_size(value), f"None, or {SIZE.legal}"),
+        "most": FieldRule(lambda value: value is None or is_size(value), f"None, or {SIZE.legal}"),
         "trains": BOOL,
     },
 }
@@ -163,6 +167,8 @@ def _in_values(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
                     f"(hidden size: {hidden})"
                 )
                 return
+            # the output of a user's operator must have the channels that its first reader needs
+            widths[name] = reads if width is None else width
         widths.update(dict.fromkeys(row.outputs, writes))
     if RESIDUAL not in rows[-1].outputs:
         yield f"{rows[-1].name} is the last and must write the residual stream, {RESIDUAL!r}"

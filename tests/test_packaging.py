@@ -41,6 +41,21 @@ def test_only_a_released_version_has_a_date():
     assert (cited[1] if cited else "not released yet") == newest[1]
 
 
+@pytest.mark.parametrize("imports", [True, False])
+def test_a_torch_without_its_libraries_gets_all_dependencies(tmp_path, imports):
+    """As PyPI's CUDA build on Linux: the lock has none of NVIDIA's packages."""
+    recipe = (ROOT / "Makefile").read_text().replace("\\\n", " ").replace("$(BIN)", "bin")
+    (line,) = (line for line in recipe.splitlines() if "'import torch'" in line)
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$*" >> asked\n[ "$1" != -c ] || exit {int(not imports)}\n')
+    python.chmod(0o755)
+    subprocess.run(["bash", "-e", "-c", line], cwd=tmp_path, check=True, timeout=10)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == (1 if imports else 2)
+    assert imports or ("--requirement" in asked[1] and "--no-deps" not in asked[1])
+
+
 def test_the_dockerfile_parses():
     text = (CONTAINERS / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]

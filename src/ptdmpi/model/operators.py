@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ptdmpi.base.plugins import built_in
 from ptdmpi.base.errors import InputError
+from ptdmpi.base.plugins import built_in
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.built import add

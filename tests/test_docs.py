@@ -8,7 +8,7 @@ from functools import cache
 import click
 import pytest
 
-from manual import architecture, configuration, gallery, step, step_path
+from manual import architecture, commands, configuration, gallery, step, step_path
 from ptdmpi.cli import group
 from ptdmpi.config.presets import model_presets
 from tests.parallel import ROOT
@@ -118,6 +118,17 @@ def test_pictures_are_drawn():
     named = {picture.file for chapter in gallery.CHAPTERS for picture in chapter.pictures}
     there = {path.name for path in gallery.PICTURES.iterdir()}
     assert named == there
+
+
+def test_every_option_has_a_meaning():
+    options = [
+        (name, option)
+        for name, command in commands.commands()
+        for option in command.params
+        if isinstance(option, click.Option) and not option.hidden
+    ]
+    assert len(options) > 100
+    assert [(name, option.opts) for name, option in options if not option.help] == []
 
 
 @pytest.mark.parametrize("draw", [architecture.drawing, step.drawing])

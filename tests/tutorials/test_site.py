@@ -85,3 +85,12 @@ def test_a_phone_shows_rows_of_the_configuration_in_its_height(site, tmp_path):
         browser.open(f"{site}reference/configuration.html")
         rows = "[...document.querySelectorAll('article tr')]"
         assert browser.run(f"Math.max(...{rows}.map((row) => row.offsetHeight))") < 900
+
+
+def test_a_phone_shows_messages_in_its_width(site, tmp_path):
+    with Browser(tmp_path, width=500) as browser:
+        browser.open(f"{site}how-to/troubleshooting.html")
+        blocks = "[...document.querySelectorAll('article pre code')]"
+        assert browser.run(f"{blocks}.length") > 10
+        cut = f"{blocks}.filter((code) => code.scrollWidth > code.clientWidth).length"
+        assert browser.run(cut) == 0

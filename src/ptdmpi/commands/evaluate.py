@@ -40,10 +40,22 @@ from ptdmpi.terminal.program import Command
     help="Answers per item (the majority is scored), or programs per task.",
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
-@click.option("--top-k", type=int)
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Sample from the most likely tokens that together have this probability.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the samples.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Greatest length of an answer.",
+)
 @click.option("--until", multiple=True, default=["\n"], help="End of answers [default: newline].")
 @click.option("--extract", help="Regular expression: its last match is the answer.")
 @click.option(

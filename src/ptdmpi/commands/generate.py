@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Sample from the most likely tokens that together have this probability.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the samples.")
 @options_of_a_trained_model
 def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
     """Continue prompts with the newest checkpoint of RUN. RUN is a run directory, a checkpoint, or

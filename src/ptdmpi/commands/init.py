@@ -23,7 +23,9 @@ from ptdmpi.terminal.program import Command
     metavar="BASE",
     help="Train LoRA adapters of this model (a run, or the result of convert from-hf).",
 )
-@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Ranks of the run."
+)
 @click.option(
     "--cluster", help="Use the best layout on this cluster (ptdmpi probe writes a cluster file)."
 )

@@ -30,11 +30,23 @@ CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.command(cls=Command)
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
+@click.option(
+    "--bits",
+    type=click.Choice(["8", "4"]),
+    default="8",
+    show_default=True,
+    help="Bits of a weight.",
+)
 @click.option("--block", type=click.IntRange(2), default=64, show_default=True, help="Block size.")
 @click.option("--nf4", is_flag=True, help="With --bits 4: the levels of NF4 instead of integers.")
 @click.option("--asymmetric", is_flag=True, help="With --bits 4: store a minimum for each block.")
-@click.option("--method", type=click.Choice(["absmax", "gptq"]), default="absmax")
+@click.option(
+    "--method",
+    type=click.Choice(["absmax", "gptq"]),
+    default="absmax",
+    show_default=True,
+    help="absmax: round each weight; gptq: use calibration data.",
+)
 @click.option("--data", type=PATH, help="gptq: directory of token shards for calibration.")
 @click.option(
     "--samples", type=click.IntRange(1), help=f"gptq: sequences [default: {CALIBRATION_SAMPLES}]."

@@ -19,7 +19,13 @@ from ptdmpi.terminal.program import Command
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=PATH)
-@click.option("--every", type=FiniteRange(0.2, 3600), default=2.0, show_default=True)
+@click.option(
+    "--every",
+    type=FiniteRange(0.2, 3600),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks at the run.",
+)
 @click.option(
     "--once",
     is_flag=True,

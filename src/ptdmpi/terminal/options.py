@@ -71,7 +71,11 @@ _OF_A_TRAINED_MODEL = (
     click.option(
         "--layout", metavar="t=2,p=2", help="Axis sizes of one model copy [default: the run's]."
     ),
-    click.option("--precision", type=click.Choice(list(PRECISIONS))),
+    click.option(
+        "--precision",
+        type=click.Choice(list(PRECISIONS)),
+        help="Type of the computations [default: the run's].",
+    ),
     EMA,
     click.option(
         "--tokenizer", type=TOKENIZER, help="'bytes' or a tokenizer.json [default: the shards']."

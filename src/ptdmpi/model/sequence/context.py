@@ -30,6 +30,7 @@ class ContextAxis:
 
     @property
     def size(self) -> int:
+        """Return the number of ranks of the context axis."""
         return self.comm.size
 
     @property

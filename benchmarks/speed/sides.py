@@ -162,6 +162,13 @@ class Side:
         times = [LeastTimes(*reply["limits_s"]) for reply in self.ask(limits=True)]
         return LeastTimes(max(rank.gemm_s for rank in times), max(rank.both_s for rank in times))
 
+    def profile(self) -> list[dict[str, float]]:
+        """Let ptdmpi train the next step under a profiler. Return the seconds of each kind of work
+        (`OurTrainer.profile`) of each rank."""
+        replies = self.ask(profile=self.steps_done)
+        self.steps_done += 1
+        return [reply["seconds"] for reply in replies]
+
     def _say(self, stream: TextIO, message: dict[str, Any]) -> None:
         try:
             stream.write(json.dumps(message) + "\n")

@@ -239,17 +239,18 @@ def family_cpu_s() -> float:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill the ranks of a process, which may be a launcher, and then the process itself if it does
-    not end soon."""
+    """Kill a process and all its children at once. A launcher whose ranks are its children may end
+    by itself for LAUNCHER_END_S seconds, so that it removes its files."""
     if process.poll() is not None:
         return
-    for child in psutil.Process(process.pid).children(recursive=True):
+    children = psutil.Process(process.pid).children(recursive=True)
+    for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    try:
-        process.wait(LAUNCHER_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    if children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LAUNCHER_END_S)
+    process.kill()
 
 
 def _wait(process: subprocess.Popen) -> None:

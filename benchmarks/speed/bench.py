@@ -8,9 +8,10 @@ import argparse
 import contextlib
 import math
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,7 @@ from benchmarks.speed import peers
 from benchmarks.speed import rounds as measuring
 from benchmarks.speed.case import TOOLS, WEAK, Row, Variant, every, select, select_tools
 from benchmarks.speed.rounds import Constants, LeastTimes, Result, Round
-from benchmarks.speed.shown import picture, scaling
+from benchmarks.speed.shown import best, picture, scaling
 from benchmarks.speed.sides import Side, SideFailed, TimedSteps, TimeIsOver
 from benchmarks.speed.trials import WARM_STEPS, Rival, Trials, rivals
 from benchmarks.turns import round_of
@@ -29,6 +30,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
 ENDING_S = 60.0  # Seconds that are reserved to end processes that do not end by themselves.
 TRIALS_SHARE = 0.4  # Fraction of a row's time that is used for trials.
+ROUNDS = 5  # Undisturbed rounds of a row, if `--rounds` is not given.
+MORE = 2  # Undisturbed rounds that are added to the row with the widest spread at a time.
+CLOSE = 0.005  # A row with a smaller spread needs no further rounds.
 # The largest allowed relative difference between two trainers' losses in a step. The limit for bf16
 # is larger, because two trainers round the same computation at different points.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
@@ -51,7 +55,9 @@ class Contest:
 
     A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and the
     reason is added to the attribute `out`. If ptdmpi itself fails, the measurement of the row ends.
-    The object waits for a trainer at most until the time `end_s` (of time.monotonic).
+    The object waits for a trainer at most until the time `end_s` (of time.monotonic). `wanted` is
+    the number of undisturbed rounds that were asked for. `first_s` is the time from the start of
+    the trainers to the end of their first round.
     """
 
     def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:
@@ -63,10 +69,18 @@ class Contest:
         self.out: list[str] = []
         self.limits = LeastTimes(math.inf, math.inf)
         self.done: list[dict[str, TimedSteps]] = []
+        self.wanted = 0
+        self.first_s = 0.0
 
     def run(self, wanted: int, until_s: float) -> None:
-        """Measure rounds until `wanted` rounds were undisturbed. Begin no further round that would
-        end after `until_s` (of time.monotonic). Only the first round may end later."""
+        """Start the trainers, and measure rounds until `wanted` rounds were undisturbed, counting
+        rounds of earlier calls. Begin no further round that would end after `until_s` (of
+        time.monotonic). Only the first round of a call may end later."""
+        self.wanted = wanted
+        started_s = time.monotonic()
+        before = len(self.done)
+        if before:  # removed trainers stay out
+            self.against = [rival for rival in self.against if self._takes_part(rival)]
         with contextlib.ExitStack() as stack:
             self._enter(stack, OURS, self.row, None)
             for rival in self.against:
@@ -75,7 +89,7 @@ class Contest:
             try:
                 self._turns(0, WARM_STEPS)
                 round_s = 0.0
-                while not self.done or (
+                while len(self.done) == before or (
                     time.monotonic() + round_s < until_s
                     and not measuring.enough(self._rounds(OURS), wanted)
                 ):
@@ -83,6 +97,8 @@ class Contest:
                     self.done.append(self._turns(len(self.done), 1))
                     self.limits = self.limits.least(self.sides[OURS].limits())
                     round_s = time.monotonic() - begin_s
+                    if len(self.done) == before + 1:
+                        self.first_s = time.monotonic() - started_s
                     self._report()
             except TimeIsOver:
                 if not self.done:
@@ -142,8 +158,26 @@ class Contest:
             rounds.append(Round(ours, rate, foreign))
         return rounds
 
+    def _takes_part(self, rival: Rival) -> bool:
+        """Return True unless the trainer was removed from the row."""
+        return rival.at_most is not None or rival.tool in self.sides
+
+    @property
+    def spread(self) -> float:
+        """Return the greatest standard error of a ratio to another trainer, relative to the ratio.
+        It is infinite after a single round, and 0 if the row compares ptdmpi only with itself."""
+        greatest = 0.0
+        for rival in self.against:
+            if rival.tool != "ptdmpi" and rival.at_most is None and self._takes_part(rival):
+                ratios = [r.ratio for r in measuring.counted(self._rounds(rival.tool), self.wanted)]
+                if len(ratios) < 2:
+                    return math.inf
+                error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+                greatest = max(greatest, error / statistics.mean(ratios))
+        return greatest
+
     def _report(self) -> None:
-        tools = [rival.tool for rival in self.against if rival.at_most or rival.tool in self.sides]
+        tools = [rival.tool for rival in self.against if self._takes_part(rival)]
         last = {tool: self._rounds(tool)[-1] for tool in tools}
         ours = self._rounds(OURS)[-1]
         others = ", ".join(
@@ -155,11 +189,11 @@ class Contest:
             f"processes {ours.foreign_share:.2f} cores" + (", disturbed" if ours.disturbed else "")
         )
 
-    def results(self, wanted: int) -> list[Result]:
+    def results(self) -> list[Result]:
         """Return one result for each of the other trainers that were not removed from the row."""
         results = []
         for rival in self.against:
-            if rival.at_most is None and rival.tool not in self.sides:
+            if not self._takes_part(rival):
                 continue
             theirs = self.done[-1].get(rival.tool)
             sample = Constants(
@@ -172,7 +206,7 @@ class Contest:
             )
             names = (self.row.layout, self.row.precision, rival.tool, rival.name)
             result = measuring.summarise(
-                names, self._rounds(rival.tool), wanted, sample, tokens=self.row.case.tokens
+                names, self._rounds(rival.tool), self.wanted, sample, tokens=self.row.case.tokens
             )
             results.append(result)
         return results
@@ -211,7 +245,12 @@ def arguments() -> argparse.Namespace:
         "weak scaling on three axes, in fp32 and bf16]",
     )
     parser.add_argument("--peers", help=f"other trainers, some of {' '.join(TOOLS)} [default: all]")
-    parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds of a row")
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        help=f"undisturbed rounds of a row [default: {ROUNDS}, and further rounds of the rows with "
+        "the widest spread while time is left]",
+    )
     parser.add_argument(
         "--minutes", type=positive, default=45, help="time limit for all rows together"
     )
@@ -236,7 +275,8 @@ def main() -> None:
         rows = [row for row in rows if row.precision != "bf16"]
         missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
     results, failures = all_rows(rows, tools, options, missing)
-    say("\n".join([measuring.table(results), *missing, *scaling.lines(results)]))
+    lines = [measuring.table(results), *best.lines(results), *missing, *scaling.lines(results)]
+    say("\n".join(lines))
     if failures:
         sys.exit(f"bench: {failures} of {len(rows)} rows failed")
 
@@ -245,6 +285,7 @@ def all_rows(
     rows: Sequence[Row], tools: Sequence[str], options: argparse.Namespace, missing: list[str]
 ) -> tuple[list[Result], int]:
     """Measure row after row in the available time, and write the results so far after each row.
+    Without `--rounds`, time that is left is spent on further rounds (see `more_rounds`).
 
     Return the results, and the number of rows whose measurement failed. For each row or trainer
     that was not measured, a line is added to `missing`.
@@ -254,8 +295,15 @@ def all_rows(
     asked = [tool for tool in tools if any(tool in row.peers for row in rows)]
     trials = Trials(end_s)
     absent = peers.absent(asked, end_s)
-    results: list[Result] = []
+    contests: list[Contest] = []
     failures = 0
+
+    def write() -> list[Result]:
+        results = [result for contest in contests for result in contest.results()]
+        measuring.write(RESULTS / "latest.json", results, order)
+        picture.draw(RESULTS / "latest.json", picture.PICTURE)
+        return results
+
     for number, row in enumerate(rows):
         left_s = end_s - time.monotonic()
         if left_s <= 0:
@@ -269,11 +317,12 @@ def all_rows(
             against, without = rivals(row, tools, absent, trials)
             missing += [f"{row.id}, {text}" for text in without]
             if against:
-                wanted = options.rounds if row.layout not in WEAK else min(options.rounds, 2)
+                wanted = options.rounds or ROUNDS
+                if row.layout in WEAK:
+                    wanted = min(wanted, 2)
                 contest = Contest(row, against, end_s)
                 contest.run(wanted, until_s)
-                missing += contest.out
-                results += contest.results(wanted)
+                contests.append(contest)
         except TimeIsOver:
             missing.append(f"{row.id}: no round ended in {options.minutes} minutes")
             continue
@@ -282,11 +331,31 @@ def all_rows(
             missing.append(str(failure))
             say(f"  {failure}")
             continue
-        measuring.write(RESULTS / "latest.json", results, order)
-        picture.draw(RESULTS / "latest.json", picture.PICTURE)
+        write()
+    if options.rounds is None:
+        more_rounds(contests, end_s, write)
+    missing += [line for contest in contests for line in contest.out]
     if trials.untried:
         missing.append(f"no time to try {trials.untried} configurations of other trainers")
-    return results, failures
+    return write(), failures
+
+
+def more_rounds(contests: Sequence[Contest], end_s: float, write: Callable[[], object]) -> None:
+    """Measure further rounds until the time `end_s` (of time.monotonic), each time of the row with
+    the widest spread (`Contest.spread`). End earlier if no spread exceeds CLOSE. Call `write` after
+    each row."""
+    left = list(contests)
+    while left := [
+        each for each in left if each.spread > CLOSE and time.monotonic() + each.first_s < end_s
+    ]:
+        contest = max(left, key=lambda each: each.spread)
+        say(f"{contest.row.id}, again: its spread is the widest")
+        try:
+            contest.run(contest.wanted + MORE, end_s)
+        except (SideFailed, TimeIsOver) as failure:
+            say(f"  {failure}")
+            left.remove(contest)
+        write()
 
 
 if __name__ == "__main__":

@@ -141,12 +141,14 @@ class GptSizes:
 @dataclass(frozen=True)
 class Row:
     """A row of the comparison: a layout, a precision, and the sizes of the model and batch that are
-    trained."""
+    trained. `kernels` says which kernels ptdmpi computes with, as `run.kernels` does: "kept" (those
+    of the table), "default" (PyTorch's) or "auto" (measured at the start)."""
 
     layout: str
     precision: str
     case: GptSizes = field(default_factory=GptSizes)
     reproducible: bool = False
+    kernels: str = "kept"
 
     @property
     def id(self) -> str:
@@ -204,6 +206,7 @@ class Row:
                 "steps": 1000,
                 "threads": 1,
                 "reproducible": self.reproducible,
+                "kernels": self.kernels,
                 "compile": self.layout == COMPILED,
             },
             batch={"global_size": global_size},

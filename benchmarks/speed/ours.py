@@ -1,18 +1,23 @@
 """ptdmpi's trainer in the comparison: the engine of `ptdmpi train`, with synthetic batches."""
 
+import contextlib
 import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.speed.case import Row, synthetic_ids
 from ptdmpi.base.heap import give_back, keep_freed
-from ptdmpi.comm.world import World, fail_together
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.world import Axes, World, fail_together
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels import Kernels, host
@@ -20,18 +25,23 @@ from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.choice import (
     BY_LIBRARY,
+    BY_PYTORCH,
     AttentionByProducts,
+    Entries,
     HostAttention,
     HostChoice,
     OneDnnLinears,
     measured_choice,
 )
+from ptdmpi.model.kernels.timing.here import measured_here, sizes_of
 from ptdmpi.model.kernels.timing.quickest import ATTENTION
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import Memory
+from ptdmpi.watch.stopwatch import Stopwatch
 
 REPEATS = 6
+INSIDE = " > "  # separates the names of nested work in a profile
 
 
 class OurTrainer:
@@ -46,7 +56,7 @@ class OurTrainer:
         self.rank = world.rank
         self.data_rank = axes["data"].rank
         self.microbatches = config.microbatches
-        choice = _settled(row, world)
+        choice = _settled(row, world, axes)
         self.engine = Engine(config, axes, row.case.vocab_size)
         self.engine.compute_by(choice)
         give_back()
@@ -67,6 +77,24 @@ class OurTrainer:
     def step(self, step: int, batch: list[Microbatch]) -> float:
         """Train a step and return its loss."""
         return self.engine.step(step, batch).loss
+
+    def profile(self, step: int) -> dict[str, float]:
+        """Train a step under torch's profiler. Return the seconds of each kind of work on this
+        rank, without the seconds of the work inside it. A key has the names of nested work, the
+        outermost first, separated by INSIDE: the spans of the step, "messages" for collectives, and
+        the names of PyTorch's functions and operations."""
+        batch = self.batch(step)
+        with profile(activities=[ProfilerActivity.CPU]) as done, _named(), record_function("step"):
+            self.step(step, batch)
+        seconds: Counter[str] = Counter()
+        for event in done.events():
+            names, outer = [event.name], event.cpu_parent
+            while outer is not None:
+                names.insert(0, outer.name)
+                outer = outer.cpu_parent
+            if names[0] == "step":
+                seconds[INSIDE.join(names)] += 1e-6 * event.self_cpu_time_total
+        return dict(seconds)
 
     def limits_s(self) -> tuple[float, float]:
         """Return two numbers: the seconds of a step's GEMMs of linear layers, and the seconds of
@@ -115,12 +143,40 @@ class OurTrainer:
         return once * self.microbatches
 
 
-def _settled(row: Row, world: World) -> HostChoice:
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Return a context in which a profile shows the spans of a step and the collectives."""
+    timed, span = Communicator.timed, Stopwatch.span
+
+    def named(comm: Communicator, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        with record_function("messages"):
+            return timed(comm, name, work, *arguments)
+
+    @contextlib.contextmanager
+    def spanned(watch: Stopwatch, kind: str, op: str = "", peer: int | None = None) -> Iterator:
+        with record_function(kind), span(watch, kind, op, peer):
+            yield
+
+    with (
+        mock.patch.object(Communicator, "timed", named),
+        mock.patch.object(Stopwatch, "span", spanned),
+    ):
+        yield
+
+
+def _settled(row: Row, world: World, axes: Axes) -> HostChoice:
     """Return the kernels that `ptdmpi train` would use on this machine for the configuration of the
     row."""
     dtype = data_types(row.precision).compute
+    own: Entries = {}
+    if row.kernels == "default":
+        own = BY_PYTORCH
+    elif row.kernels == "auto":
+        sizes = sizes_of(row.config, row.case.vocab_size)
+        own = measured_here(world, axes, sizes, dtype, say=lambda line: None)
     memory = Memory(row.config, row.case.vocab_size, world, torch.device("cpu"))
-    settled = memory.settle(measured_choice(dtype, {}), lambda line: None)
+    chosen = world.control.bcast(measured_choice(dtype, own))
+    settled = memory.settle(chosen, lambda line: None)
     assert isinstance(settled, HostChoice), "the host's"
     return settled
 

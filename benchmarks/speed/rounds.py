@@ -220,7 +220,7 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str,
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Return a table cell with a fraction of a step's time, or "-" if there was no time to measure
     it."""
     return f"{share:6.0%}" if math.isfinite(share) else f"{'-':>6}"
@@ -246,7 +246,7 @@ def table(results: Sequence[Result]) -> str:
             f"{at_most + format(r.peer_tokens_per_s, '.1f'):>9} "
             f"{ratios} "
             f"{r.peak_memory_bytes / 2**20:6.0f} {peer_memory:>6} "
-            f"{_percent(r.gemm_share)} {_percent(r.limit_share)} "
+            f"{percent(r.gemm_share)} {percent(r.limit_share)} "
             f"{r.counted:6d} {r.counted - r.counted_disturbed:5d} {len(r.rounds):6d}  {r.peer}"
         )
     return "\n".join(lines)

@@ -162,6 +162,13 @@ class Side:
         times = [LeastTimes(*reply["limits_s"]) for reply in self.ask(limits=True)]
         return LeastTimes(max(rank.gemm_s for rank in times), max(rank.both_s for rank in times))
 
+    def profile(self) -> list[dict[str, float]]:
+        """Let ptdmpi train the next step under a profiler. Return the seconds of each kind of work
+        (`OurTrainer.profile`) of each rank."""
+        replies = self.ask(profile=self.steps_done)
+        self.steps_done += 1
+        return [reply["seconds"] for reply in replies]
+
     def _say(self, stream: TextIO, message: dict[str, Any]) -> None:
         try:
             stream.write(json.dumps(message) + "\n")
@@ -232,17 +239,18 @@ def family_cpu_s() -> float:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill the ranks of a process, which may be a launcher, and then the process itself if it does
-    not end soon."""
+    """Kill a process and all its children at once. A launcher whose ranks are its children may end
+    by itself for LAUNCHER_END_S seconds, so that it removes its files."""
     if process.poll() is not None:
         return
-    for child in psutil.Process(process.pid).children(recursive=True):
+    children = psutil.Process(process.pid).children(recursive=True)
+    for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    try:
-        process.wait(LAUNCHER_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    if children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LAUNCHER_END_S)
+    process.kill()
 
 
 def _wait(process: subprocess.Popen) -> None:

@@ -36,10 +36,15 @@ class Trainer(Protocol):
 
 
 def serve(
-    stream: TextIO, trainer: Trainer, limits_s: Callable[[], tuple[float, float]] | None = None
+    stream: TextIO,
+    trainer: Trainer,
+    limits_s: Callable[[], tuple[float, float]] | None = None,
+    profile: Callable[[int], dict[str, float]] | None = None,
 ) -> None:
     """Execute commands until the connection ends. `limits_s` measures lower bounds of the time of
-    this rank's step, in seconds (`rounds.LeastTimes`). Only the ranks of ptdmpi pass `limits_s`."""
+    this rank's step, in seconds (`rounds.LeastTimes`). `profile` trains the step with the given
+    number, and returns the seconds of each kind of work. Only the ranks of ptdmpi pass `limits_s`
+    and `profile`."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
     for command in _commands(stream):
         match command:
@@ -47,6 +52,8 @@ def serve(
                 _say(stream, _train(trainer, range(first, first + count)))
             case {"limits": _} if limits_s is not None:
                 _say(stream, {"limits_s": limits_s()})
+            case {"profile": step} if profile is not None:
+                _say(stream, {"seconds": profile(step)})
 
 
 def _train(trainer: Trainer, steps: range) -> dict[str, Any]:
@@ -113,7 +120,7 @@ def main() -> None:
         if side == "ptdmpi":
             from benchmarks.speed import ours
 
-            ours.run(row, lambda trainer: serve(stream, trainer, trainer.limits_s))
+            ours.run(row, lambda trainer: serve(stream, trainer, trainer.limits_s, trainer.profile))
         else:
             from benchmarks.speed import plain_torch
 

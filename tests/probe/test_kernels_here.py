@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,7 +14,15 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.kernels import Kernels, agreement, host
-from ptdmpi.model.kernels.choice import BY_LIBRARY, BY_PYTORCH, HostChoice, measured_choice
+from ptdmpi.model.kernels.attention import AttentionCore
+from ptdmpi.model.kernels.choice import (
+    BY_LIBRARY,
+    BY_PYTORCH,
+    AttentionByLibrary,
+    AttentionByProducts,
+    HostChoice,
+    measured_choice,
+)
 from ptdmpi.model.kernels.timing import bench, here, quickest
 from ptdmpi.model.kernels.timing.bench import ProbeError
 from ptdmpi.plan.layout.grid import training_grid
@@ -42,7 +51,8 @@ def cache(folder):
 
 
 def slowed(function, slow):
-    """Return `function`, with `slow` of the kernels times 3 ms more."""
+    """Return `function`, with `slow` of the kernels times 3 ms more. The kernels are an argument
+    of the function."""
 
     def waits(*arguments, **named):
         given = (*arguments, *named.values())
@@ -75,6 +85,38 @@ def test_a_slow_kernel_is_not_chosen(comm, tmp_path, slow):
     other = {"library": "sigmoid", "sigmoid": "library"}[slow]
     assert measured_choice(torch.float32, entries).gelu == other, entries["gelu"]
     assert len(said) == 1 and said[0].startswith("kernels measured in ")
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("slow", [AttentionByLibrary, AttentionByProducts])
+def test_slow_attention_is_not_chosen(comm, tmp_path, slow):
+    def is_slow(choice: HostChoice) -> bool:
+        return comm.rank == 0 and isinstance(choice.attention, slow)
+
+    def attend(kernels, scores, *operands):
+        return AttentionCore(scores, kernels)(*operands)
+
+    def core(scores, kernels):
+        return partial(slowed(attend, is_slow), kernels, scores)
+
+    with cache(tmp_path), mock.patch.object(quickest, "AttentionCore", core):
+        entries, _ = measured(comm)
+    chosen = measured_choice(torch.float32, entries).attention
+    assert not isinstance(chosen, slow), entries["attention"]
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("slow", ["library", "oneDNN"])
+def test_a_slow_linear_is_not_chosen(comm, tmp_path, slow):
+    def is_slow(choice: HostChoice) -> bool:
+        return comm.rank == 0 and (choice == BY_LIBRARY) == (slow == "library")
+
+    linear = slowed(quickest._linear, is_slow)
+    with cache(tmp_path), mock.patch.object(quickest, "_linear", linear):
+        entries, _ = measured(comm)
+    by_onednn = measured_choice(torch.float32, entries).linear.output < math.inf
+    able = host.has_fused(torch.float32)
+    assert by_onednn == (able and slow == "library"), entries["linear"]
 
 
 @parallel(ranks=[2])
@@ -204,6 +246,37 @@ def test_a_run_measures_once_and_keeps_what_it_chose(comm, tmp_path):
     assert "kernels as measured before" in (tmp_path / "third/log.txt").read_text()
     log = (tmp_path / "same bits/log.txt").read_text()
     assert "kernels measured" not in log and "kernels as measured" not in log
+
+
+@parallel(ranks=[1])
+def test_on_another_machine_a_run_repeats_its_losses(comm, tmp_path):
+    """Another machine has a cache with other kernels, which would give other bits."""
+    names = ("first", "without a stop", "other machine", "new there")
+
+    def train(name: str, machine: dict, **more) -> None:
+        changes = ONE_STEP | {"run.kernels": "auto", "checkpoint.every_steps": 2}
+        # attention of short sequences does not depend on the chosen kernel
+        changes |= {"model.seq_length": 256, "model.layers": 1, "batch.global_size": 2}
+        changes |= {"run.dir": str(tmp_path / name), "run.steps": 4} | more
+        entries = {kind: [] for kind in quickest.MEASURES} | machine
+        folder = tmp_path / f"cache of {machine['attention'][0]['way']}"
+        measuring = mock.patch.object(here, "entries", lambda *given: entries)
+        with cache(folder), measuring, loop(comm, tmp_path, changes) as made:
+            made.run()
+
+    library = {"attention": [ENTRY | {"way": "library"}]}
+    train("first", PRODUCTS, **{"run.steps": 2})
+    train("without a stop", PRODUCTS)
+    train("other machine", library, **{"checkpoint.resume": str(tmp_path / "first")})
+    train("new there", library)
+    losses = {}
+    for name in names:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        losses[name] = [record["loss"] for record in records if "loss" in record]
+    straight = losses["without a stop"]
+    assert losses["first"] + losses["other machine"] == straight
+    assert losses["new there"] != straight
 
 
 @parallel(ranks=[1])

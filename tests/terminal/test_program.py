@@ -61,6 +61,26 @@ def test_options_that_every_command_has(monkeypatch, capsys, words):
         assert called(monkeypatch, capsys, *words, question, rank=1, size=2) == (0, "", "")
 
 
+# imports every command, as its help does, where slow packages cannot be imported
+HELPED = """
+import importlib, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "h5py", "mpi4py", "matplotlib", "tokenizers"):
+            raise ImportError(f"{name} is slow to import")
+
+sys.meta_path.insert(0, Blocker())
+import data_prep.cli, ptdmpi.cli
+for name in ptdmpi.cli.COMMANDS:
+    importlib.import_module(f"ptdmpi.commands.{name}")
+"""
+
+
+def test_the_help_of_a_command_imports_no_slow_package():
+    subprocess.run([sys.executable, "-c", HELPED], check=True, cwd=ROOT, timeout=60)
+
+
 def test_a_command_without_mpi_is_done_by_rank_0(monkeypatch, capsys):
     words = ("ptdmpi", "schedule", "-p", "2", "-m", "2", "--json")
     assert called(monkeypatch, capsys, *words, rank=1, size=2) == (0, "", "")

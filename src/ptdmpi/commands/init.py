@@ -7,7 +7,7 @@ import click
 
 from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
-from ptdmpi.preview.draft import SMALL, Wish, draft
+from ptdmpi.preview.wish import SMALL, Wish
 from ptdmpi.terminal.options import PATH
 from ptdmpi.terminal.program import Command
 
@@ -47,6 +47,9 @@ def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
     """
     if file.exists() and not force:
         raise InputError(f"{file} exists already; give another name, or --force")
+    # imported only here, because the module imports torch, which the help does not need
+    from ptdmpi.preview.draft import draft
+
     memory_bytes, on_gpu = _machine(ranks)
     text = draft(Wish(file=file, ranks=ranks, memory_bytes=memory_bytes, on_gpu=on_gpu, **wishes))
     try:

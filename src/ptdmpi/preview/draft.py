@@ -19,9 +19,9 @@ from ptdmpi.inference.stored import open_model
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.machine.cluster import load_cluster, load_model, model_section
 from ptdmpi.plan.search import choose
+from ptdmpi.preview.wish import SMALL, Wish
 from ptdmpi.train.checks import with_form
 
-SMALL = "l=4,h=128,a=4,s=128"  # The default model, which trains in minutes on a laptop.
 MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor-parallel group should stay inside a node.
 BATCH = 64  # Number of sequences per step for a model without a published batch size.
 MICRO_SIZES = (8, 4, 2, 1)
@@ -77,29 +77,6 @@ every_steps = {log}
 {validate}
 # tensorboard = true      # docs/how-to/watching.md
 """
-
-
-@dataclass(frozen=True)
-class Wish:
-    """The options of `ptdmpi init`, and the properties of the machine.
-
-    `memory_bytes` is the memory of a rank; it is used only if no cluster is named. `adapt` is the
-    path of a frozen model for which the run trains adapters. If both `model` and `adapt` are None,
-    the model is SMALL. If `steps` is None, the run trains for one epoch, but for at most MOST_STEPS
-    steps.
-    """
-
-    file: Path
-    data: Path
-    ranks: int
-    memory_bytes: int
-    model: str | None = None
-    adapt: Path | None = None
-    on_gpu: bool = False
-    valid: Path | None = None
-    cluster: str | None = None
-    name: str | None = None
-    steps: int | None = None
 
 
 @dataclass(frozen=True)

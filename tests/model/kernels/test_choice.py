@@ -390,6 +390,33 @@ def test_a_probed_machine_comes_before_the_table(comm, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_each_entry_of_a_cpu_changes_a_choice(monkeypatch):
+    """On some kind of processor; each kind has the instructions of those before it."""
+    names = ("avx2", "avx512_f", "avx512_bf16", "amx_bf16")
+    kinds = [
+        dict.fromkeys(names[: count + 1], True) | {"cpu_name": name}
+        for count in range(len(names))
+        for name in ("AMD EPYC", "Intel Xeon")
+    ]
+    table = tomllib.loads(TABLE.read_text())
+    types = (torch.float32, torch.bfloat16, torch.float16)
+
+    def every_choice(entries: dict) -> list[HostChoice]:
+        monkeypatch.setattr(choices, "table", lambda: entries)
+        made = []
+        for has in kinds:
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: has)
+            made += [choices.measured_choice(dtype, {}) for dtype in types]
+        return made
+
+    monkeypatch.setattr(host, "has_fused", lambda dtype: True)
+    whole = every_choice(table)
+    for kind in ("attention", "gelu", "linear"):
+        for entry in table[kind]:
+            less = [other for other in table[kind] if other is not entry]
+            assert every_choice(table | {kind: less}) != whole, entry
+
+
 def test_the_table_is_filled_with_what_was_measured():
     text = TABLE.read_text()
     rows = {

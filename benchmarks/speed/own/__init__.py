@@ -1,0 +1,2 @@
+"""Measurements of ptdmpi alone, in the rows of the comparison: its kernels, and the parts of its
+step."""

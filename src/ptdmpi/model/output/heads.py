@@ -21,9 +21,10 @@ from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.distillation import DistillationLoss
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
 from ptdmpi.model.output.own import OwnLoss
+from ptdmpi.model.output.positions import select_positions
 from ptdmpi.model.output.preference import PreferenceLoss
 from ptdmpi.model.sequence.context import ContextAxis
-from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
+from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Classes, MaskedTransform, SentenceOrder
 from ptdmpi.plan.layer.parts import Parts
 from ptdmpi.plan.shape import parameters

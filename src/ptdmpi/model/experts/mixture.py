@@ -35,7 +35,7 @@ from ptdmpi.model.experts.exchange import Dispatch, ExpertAxis, RowCounts
 from ptdmpi.model.experts.routing import Chosen, Routing, Segment, SequenceLoads
 from ptdmpi.model.experts.tokens import TensorTokens
 from ptdmpi.model.kernels import Computing, Kernels
-from ptdmpi.model.kernels.activation import Unit
+from ptdmpi.model.kernels.activation import ActivationFunction
 from ptdmpi.model.parameters import Parameter, declare
 from ptdmpi.model.tensor_parallel import LinearPass, TensorAxis
 from ptdmpi.plan.layer.experts import MixExperts
@@ -122,7 +122,7 @@ class MixturePass:
     tokens: TensorTokens
     context: Communicator
     kernels: Kernels
-    unit: Unit
+    function: ActivationFunction
     factors: Mapping[str, float]
 
     @property
@@ -179,7 +179,7 @@ class MixturePass:
             of_up = up.add_adapters(y, x)
             inner, here = y.new_empty(len(y), down.weight.shape[1]), weights[pairs]
             for part in _few_rows(y):
-                torch.mul(self.unit.of(y[part], self.kernels), here[part], out=inner[part])
+                torch.mul(self.function.of(y[part], self.kernels), here[part], out=inner[part])
             result = self.kernels.linear(inner, down.weight)
             of_down = down.add_adapters(result, inner)
             # an expert gets each row at most once, so each `index_add_` adds at most one value to a
@@ -226,7 +226,7 @@ class MixturePass:
             by_up, inner, here = torch.empty_like(y), torch.empty_like(by_inner), flat[pairs]
             by_here = torch.empty_like(here)
             for part in _few_rows(y):
-                again, by_part = self.unit.again(y[part], self.kernels), by_inner[part]
+                again, by_part = self.function.again(y[part], self.kernels), by_inner[part]
                 products = widened(by_part) * again.result
                 torch.sum(products, -1, keepdim=True, out=by_here[part])
                 torch.mul(again.result, here[part], out=inner[part])
@@ -405,7 +405,7 @@ class Mixture(Computing):
         self.dealt = dealt
         self.routing = routing
         self.tokens = TensorTokens(axis, dealt.whole)
-        self.unit = Unit(row.function, len(row.up.outputs) == 2)
+        self.function = ActivationFunction(row.function, len(row.up.outputs) == 2)
         self.linears: list[ExpertLinears] = []
         # the number of tokens of each expert in the training microbatches of this step so far
         self.counts = torch.zeros(row.count, dtype=torch.int64)
@@ -439,7 +439,7 @@ class Mixture(Computing):
             tokens=self.tokens,
             context=self.context,
             kernels=self.kernels,
-            unit=self.unit,
+            function=self.function,
             factors=factors or {},
         )
         chosen = chosen or Chosen()

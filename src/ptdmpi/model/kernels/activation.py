@@ -214,7 +214,8 @@ class _Gated(Function):
             dvalue = dy * _opened(gate, ctx.activation)
             return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
         dx = torch.empty_like(x)
-        _write_gated_gradient(dx, dy, x, _opened(gate, ctx.activation), ctx.activation)
+        opened = _opened(gate, ctx.activation)
+        _write_gated_gradient(dx, dy, x, opened=opened, activation=ctx.activation)
         return dx, None
 
 
@@ -268,7 +269,7 @@ class _FusedGated(Function):
 
 
 def _write_gated_gradient(
-    dx: Tensor, dy: Tensor, x: Tensor, opened: Tensor, activation: str
+    dx: Tensor, dy: Tensor, x: Tensor, *, opened: Tensor, activation: str
 ) -> None:
     """Write the gradient of the input x [..., 2 f] of a gated unit into `dx`. `dy` [..., f] is the
     gradient of the result, and `opened` [..., f] is the activation of the gate."""
@@ -306,26 +307,26 @@ class Again(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unit:
-    """The activation `function` of an MLP, such as GELU, [..., w] -> [..., w], or, if `is_gated` is
+class ActivationFunction:
+    """The activation `name` of an MLP, such as GELU, [..., w] -> [..., w], or, if `is_gated` is
     True, a gated unit, [..., 2 w] -> [..., w] (Shazeer 2020, arXiv 2002.05202)."""
 
-    function: str
+    name: str
     is_gated: bool
 
     def of(self, x: Tensor, kernels: Kernels) -> Tensor:
         """Return the activations of x, [..., w]."""
         if self.is_gated:
-            return gated(x, self.function, kernels)
-        return gelu(x, self.function, kernels)
+            return gated(x, self.name, kernels)
+        return gelu(x, self.name, kernels)
 
     def again(self, x: Tensor, kernels: Kernels) -> Again:
         """Return the activations of x, and the function that computes the gradient of x. Both use
         the same activation of the gate, which `_Gated` would compute twice."""
         if self.is_gated and not kernels.by_triton("gated"):
             gate, value = x.chunk(2, dim=-1)
-            opened = _opened(gate, self.function)
-            write = partial(_write_gated_gradient, x=x, opened=opened, activation=self.function)
+            opened = _opened(gate, self.name)
+            write = partial(_write_gated_gradient, x=x, opened=opened, activation=self.name)
             return Again(opened * value, write)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
@@ -334,12 +335,12 @@ class Unit:
 
 
 class Activation(Computing):
-    """The activation of an MLP (see `Unit`)."""
+    """The activation of an MLP (see `ActivationFunction`)."""
 
     def __init__(self, row: Activate) -> None:
         super().__init__()
-        self.unit = Unit(row.function, row.gates == 2)
+        self.function = ActivationFunction(row.function, row.gates == 2)
 
     def forward(self, x: Tensor, context: object = None) -> Tensor:
-        """Return the activations, [..., w] (see `Unit`)."""
-        return self.unit.of(x, self.kernels)
+        """Return the activations, [..., w] (see `ActivationFunction`)."""
+        return self.function.of(x, self.kernels)

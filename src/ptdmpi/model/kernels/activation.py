@@ -214,8 +214,10 @@ class _Gated(Function):
             dvalue = dy * _opened(gate, ctx.activation)
             return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
         dx = torch.empty_like(x)
-        opened = _opened(gate, ctx.activation)
-        _write_gated_gradient(dx, dy, x, opened=opened, activation=ctx.activation)
+        # write both halves directly into the result, because torch.cat would need one more copy
+        dgate, dvalue = dx.chunk(2, dim=-1)
+        torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
+        _write_gate_gradient(dgate, dy * value, gate, ctx.activation)
         return dx, None
 
 
@@ -268,21 +270,13 @@ class _FusedGated(Function):
         return fused.backward(x, dy.contiguous(), ctx.activation), None
 
 
-def _write_gated_gradient(
-    dx: Tensor, dy: Tensor, x: Tensor, *, opened: Tensor, activation: str
-) -> None:
-    """Write the gradient of the input x [..., 2 f] of a gated unit into `dx`. `dy` [..., f] is the
-    gradient of the result, and `opened` [..., f] is the activation of the gate."""
-    gate, value = x.chunk(2, dim=-1)
-    # write both halves directly into the result, because torch.cat would need one more copy
-    dgate, dvalue = dx.chunk(2, dim=-1)
-    torch.mul(dy, opened, out=dvalue)
+def _write_gate_gradient(dgate: Tensor, dy: Tensor, gate: Tensor, activation: str) -> None:
+    """Write the gradient of the gate into `dgate`, given the gradient `dy` of its activation. All
+    three tensors have the same shape."""
     if activation == "swiglu":
-        torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=dgate)
+        torch.ops.aten.silu_backward.grad_input(dy, gate, grad_input=dgate)
     else:
-        torch.ops.aten.gelu_backward.grad_input(
-            dy * value, gate, approximate="tanh", grad_input=dgate
-        )
+        torch.ops.aten.gelu_backward.grad_input(dy, gate, approximate="tanh", grad_input=dgate)
 
 
 def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:
@@ -326,8 +320,13 @@ class ActivationFunction:
         if self.is_gated and not kernels.by_triton("gated"):
             gate, value = x.chunk(2, dim=-1)
             opened = _opened(gate, self.name)
-            write = partial(_write_gated_gradient, x=x, opened=opened, activation=self.name)
-            return Again(opened * value, write)
+
+            def write_gradient(dx: Tensor, dy: Tensor) -> None:
+                dgate, dvalue = dx.chunk(2, dim=-1)
+                torch.mul(dy, opened, out=dvalue)
+                _write_gate_gradient(dgate, dy * value, gate, self.name)
+
+            return Again(opened * value, write_gradient)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = self.of(leaf, kernels)

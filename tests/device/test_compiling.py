@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
-from ptdmpi.engine import compiling
-from ptdmpi.engine.compiling import is_compiled, may_compile, measured
+from ptdmpi.engine.prepare import compiling
+from ptdmpi.engine.prepare.compiling import is_compiled, may_compile, measured
 from ptdmpi.model.kernels import agreement, compiler
 from ptdmpi.model.kernels.agreement import DeviceChoice
 from ptdmpi.model.kernels.timing.bench import Bench

@@ -13,17 +13,17 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.sections import AVERAGE
-from ptdmpi.engine import compiling
 from ptdmpi.engine.corruption import Verification
 from ptdmpi.engine.data_parallel import method_of
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
-from ptdmpi.engine.legal import require_legal, require_same_parameters
 from ptdmpi.engine.loads import Balance, ExpertLoads
 from ptdmpi.engine.muon import names_of_kinds
 from ptdmpi.engine.noise import OwnGradient
 from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
+from ptdmpi.engine.prepare import compiling
+from ptdmpi.engine.prepare.legal import require_legal, require_same_parameters
 from ptdmpi.engine.replicas import Replicas
 from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import Runner

@@ -17,8 +17,8 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import said_at_start
-from ptdmpi.engine.compiling import compile_layers, may_compile, measured
 from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.prepare.compiling import compile_layers, may_compile, measured
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement

@@ -15,7 +15,7 @@ import torch
 
 from ptdmpi.base.launched import is_supervised
 from ptdmpi.config import Config, InputError
-from ptdmpi.engine.compiling import may_compile
+from ptdmpi.engine.prepare.compiling import may_compile
 from ptdmpi.model.kernels import USUAL, host
 from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
 from ptdmpi.model.kernels.choice import AttentionByProducts

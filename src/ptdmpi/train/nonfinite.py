@@ -17,8 +17,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
-from ptdmpi.engine.compiling import is_compiled
 from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.prepare.compiling import is_compiled
 from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import OpHook
 from ptdmpi.model.batch import Microbatch, MicrobatchPass

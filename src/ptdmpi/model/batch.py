@@ -164,9 +164,9 @@ class MicrobatchPass:
     `number` is the microbatch's number in the schedule. `step` is the number of the training step,
     which determines the dropout masks; None means evaluation, without dropout. The total loss is a
     weighted sum of losses. Before its gradient is computed, the total loss is multiplied by
-    `scale`. `scale` is the loss scale (1 unless the precision is fp16), divided by the number of
-    terms, such as tokens, of the task's loss in the global batch. `weights` has the weight of each
-    loss by name, except the first loss, whose weight is 1.
+    `scale`. `scale` is (loss scale) / n. The loss scale is 1 unless the precision is fp16. In the
+    global batch, the task's loss is a sum of n terms, such as one term for each token. `weights`
+    has the weight of each loss by name, except the first loss, whose weight is 1.
 
     The last stage sets two fields: `losses` (each loss by name, summed over the microbatch) and
     `total` (the weighted sum of these losses).
@@ -229,8 +229,8 @@ class Placing:
         call and before the next one."""
         if self.device.type == "cpu":
             return list(batches)
-        # the previous call of `place` filled a slot; this slot is free when all computations that
-        # have been issued up to now are complete
+        # the slot that the previous call of `place` filled is read only by computations that have
+        # been issued before this call, so the slot is free when these computations are complete
         if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []
@@ -269,8 +269,9 @@ class Placing:
             slot.copied.host_waits()
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # The copy into the new memory waits for all computations issued so far (`now`). One of
-            # them may still use a freed tensor that was in the same memory.
+            # The copy into the new memory waits for all computations issued so far (`now`), because
+            # the new memory may have belonged to a freed tensor that one of these computations
+            # still reads.
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)

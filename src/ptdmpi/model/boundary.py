@@ -90,8 +90,8 @@ class Departure:
         import would take a second at the start of every rank. `_Depart` therefore reads `dy` from
         this object."""
         assert self._end is not None, "the backward of a graph runs only once"
-        # remove the reference to the graph: the graph refers to this object, and such a cycle of
-        # references would stay in memory until garbage collection
+        # remove the reference to the graph, because the graph also refers to this object, and such
+        # a cycle of references would stay in memory until garbage collection
         end = self._end
         self._end = None
         self.gradient = dy

@@ -229,10 +229,10 @@ class Parameter(nn.Parameter):
 
     def accumulate(self, add: Callable[[Tensor], object], *, alone: bool = False) -> None:
         """Call `add(main_grad)`, which adds a contribution to the gradient: immediately, or in the
-        second part of a split backward. Until it is called, the function `add` keeps the tensors
-        that it needs in memory. `add` may communicate over the tensor axis. If `alone` is True, the
-        contribution is rounded separately before it is added, so that the result is the same as if
-        another rank had computed it."""
+        second part of a split backward. Until `add` is called, the tensors that it needs stay in
+        memory. `add` may communicate over the tensor axis. If `alone` is True, the contribution is
+        rounded to the type of `main_grad` before it is added. The result is then the same as if
+        another rank had computed the contribution and sent it to this rank."""
         if alone:
             add = partial(_add_alone, add)
         if self.later is None:
@@ -242,7 +242,8 @@ class Parameter(nn.Parameter):
 
 
 def _add_alone(add: Callable[[Tensor], object], total: Tensor) -> None:
-    """Call `add` with zeros of the shape of `total`, and then add the result to `total`."""
+    """Let `add` add its contribution to zeros instead of to `total`, and then add the rounded
+    result to `total`."""
     product = torch.zeros_like(total)
     add(product)
     total.add_(product)

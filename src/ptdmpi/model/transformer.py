@@ -96,7 +96,7 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
     def dimension(turns: float) -> float:
         """Return the index of the frequency that makes `turns` turns within the original context
-        length. In general this index is not an integer."""
+        length. This index need not be an integer."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
         return model.rotary_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 
@@ -129,7 +129,7 @@ class Layered(Computing):
 
 
 class Block(Layered):
-    """A layer. It computes the operators of its sublayers (`plan.layer.describe`) in their
+    """A transformer layer. It computes the operators that `plan.layer.describe` lists, in their
     order."""
 
     def __init__(

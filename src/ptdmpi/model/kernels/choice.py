@@ -15,8 +15,9 @@ from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 
 # The number of queries in a block. With one call for a whole sequence, PyTorch's CPU kernel skips
 # keys above the diagonal only in steps of 512 keys. With one call for each block of this size, a
-# block gets only the keys up to its own end. For a sequence length of 512, the blocks together then
-# need five eighths of the operations of one call for the whole sequence.
+# block gets only the keys up to its own end. For a sequence length of 512, one call for the whole
+# sequence computes 512 x 512 scores. Four blocks compute 128 x (128 + 256 + 384 + 512) scores,
+# which is 5/8 of this number.
 QUERY_BLOCK = 128
 # The number of queries in a block if a context rank computes a sequence that one rank would compute
 # in one call: a long sequence, or a sequence with grouped queries. With blocks of 256 queries,

@@ -101,8 +101,8 @@ class LatentHeads(Rotating):
 
 
 class _Pass(NamedTuple):
-    """The arguments of one forward pass of `LatentHeads`: the object itself, and the cosines and
-    sines of the rotary angles, with one number for each rotated pair."""
+    """The arguments of one forward pass of `LatentHeads`: the `LatentHeads` object, and the cosines
+    and sines of the rotary angles. Each rotated pair has one cosine and one sine."""
 
     layer: LatentHeads
     cos: Tensor

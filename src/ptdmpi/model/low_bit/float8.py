@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ptdmpi.config.precision import SCALED_BLOCK
 
-# The largest k, and the k of a tile of zeros. Even with this k, the value of every code except 0 is
-# a normal number in bfloat16.
+# The largest exponent k. A tile that contains only zeros has this k. Even with this k, the value of
+# every code except 0 is a normal number in bfloat16.
 MOST_EXPONENT = 100
 # The largest number of both 8-bit types has the mantissa 1.75. If this constant is added to the
 # bits of a float32 number, the addition carries into the exponent if and only if the mantissa is
@@ -39,9 +39,9 @@ class ScaleTile(NamedTuple):
     columns: int
 
 
-# The shapes of the tiles that have one scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
-# An operand [rows, columns] has tiles along its rows if the product sums over columns, and along
-# its columns if the product sums over rows. Weights have square tiles.
+# The shapes of tiles (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2). An operand [rows,
+# columns] has tiles along its rows if the product sums over columns, and along its columns if the
+# product sums over rows. Weights have square tiles.
 ALONG_ROWS = ScaleTile(1, SCALED_BLOCK)
 ALONG_COLUMNS = ScaleTile(SCALED_BLOCK, 1)
 OF_WEIGHTS = ScaleTile(SCALED_BLOCK, SCALED_BLOCK)

@@ -95,7 +95,8 @@ class LossInput:
 
     def of_sequences(self, losses: Tensor) -> tuple[Tensor, float]:
         """Return (sum, count) for the losses [b] of the sequences. All c ranks of the context axis
-        have computed the same losses, so each rank returns 1/c of sum and count."""
+        have computed the same losses, and the trainer adds the results of all ranks, so each rank
+        returns 1/c of the sum and of the count."""
         return losses.sum() / self.context.size, len(losses) / self.context.size
 
 

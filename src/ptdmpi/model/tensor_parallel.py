@@ -74,8 +74,7 @@ class TensorAxis:
         return whole
 
     def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `gather`. The returned tensor is complete when `wait` of the handle has
-        returned."""
+        """Begin `gather`. The returned tensor is complete after `wait` of the returned handle."""
         if not self.divides_sequence:
             return x, DONE
         return self.comm.all_gather_begin(x.contiguous())
@@ -88,8 +87,7 @@ class TensorAxis:
         return total
 
     def reduce_begin(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `reduce`. The returned tensor is complete when `wait` of the handle has
-        returned."""
+        """Begin `reduce`. The returned tensor is complete after `wait` of the returned handle."""
         partial = partial.contiguous()
         if self.divides_sequence:
             return self.comm.reduce_scatter_begin(partial)
@@ -175,7 +173,7 @@ class LinearPass:
 
     def own(self, rows: Tensor) -> Tensor:
         """Return the rows of a weight, or of its gradient, that belong to the outputs of the pass.
-        In this class, they are all rows."""
+        This class returns all rows; a subclass may compute only some outputs."""
         return rows
 
     @property

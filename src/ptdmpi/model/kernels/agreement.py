@@ -61,7 +61,7 @@ class Abilities(NamedTuple):
 
 class Settled(NamedTuple):
     """The choice of kernels for all hosts, and the lines that report the choice. `keeps_slower` is
-    True if the run keeps a slower kernel because it has used this kernel before."""
+    True if the run keeps a kernel that it has used before, although another kernel is faster."""
 
     choice: HostChoice
     lines: list[str]

@@ -112,8 +112,8 @@ def blocks(
     block: the region of its queries in q, the region of the keys that the block sees, and the mask
     that is added to the scores. The mask is None if every query of the block sees all these keys.
 
-    Under a causal mask, a block has at most `block` consecutive queries. Without a causal mask, it
-    has all queries of a run.
+    Under a causal mask, a block has at most `block` consecutive queries. Without a causal mask, a
+    block has all queries of a run (see `QueryRun`).
     """
     every, scores = slice(None), seen.scores
     length = q.shape[2] * seen.positions.parts

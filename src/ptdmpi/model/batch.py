@@ -20,8 +20,9 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """The K tokens that a teacher model finds most probable at each of s positions of b sequences:
-    the token ids `ids`, int64 [s, b, K], and their log-probabilities in nats, `logs` [s, b, K]."""
+    """The outputs of a teacher model at s positions of b sequences. `ids` int64 [s, b, K] are the
+    ids of the K most probable tokens at each position, and `logs` [s, b, K] are their
+    log-probabilities in nats."""
 
     ids: Tensor
     logs: Tensor

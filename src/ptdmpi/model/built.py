@@ -223,9 +223,9 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """Yield (prefix of the parameters' names, descriptions of the parameters) for each layer in
-    `layers`, and for the embedding and the head if they are on the same pipeline stage as these
-    layers."""
+    """Yield (prefix, descriptions) for each layer in `layers`, and for the embedding and the head
+    if they are on the same pipeline stage as these layers. All parameters in `descriptions` have
+    names with this prefix."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, model.kind_of(number))
     if layers.start == 0:

@@ -79,12 +79,13 @@ class Pairs:
     """The pairs of answers in a microbatch of b sequences of s tokens. In each sequence, document
     2 i has the preferred answer of pair i, and document 2 i + 1 has the other answer.
 
-    `answers` [s, b] has the number of each label's answer, counted over all sequences: 2 n for the
-    preferred answer of pair n, 2 n + 1 for the other answer, and -1 for a label with weight 0.
-    `references` [s, b] are the log-probabilities of the labels in the reference model. `size` is
-    the number of pairs. All ranks of the context axis have the same pairs, so only the rank with
-    the first position of the sequences counts the pairs. `counted` is `size` on the rank with the
-    first position, and 0 on every other rank.
+    `answers` [s, b] has, for each label, the number of the answer that contains it. Pairs are
+    counted over all sequences: the preferred answer of pair n has the number 2 n, and the other
+    answer has 2 n + 1. The number is -1 for a label with weight 0. `references` [s, b] are the
+    log-probabilities of the labels in the reference model. `size` is the number of pairs. All ranks
+    of the context axis have the same pairs, so only the rank with the first position of the
+    sequences counts the pairs. `counted` is `size` on the rank with the first position, and 0 on
+    every other rank.
     """
 
     answers: Tensor

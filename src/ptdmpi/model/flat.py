@@ -174,8 +174,8 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # the gradients of the second uses of tied weights are in a separate shard unit, which has
-        # no weights, because the weights are in the shard unit of the first use
+        # The gradients of the second uses of tied weights are in a separate shard unit. This unit
+        # has no weights, because the weights are in the shard unit of the first use.
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}

@@ -346,8 +346,8 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Compute | None
 
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the queries at this rank's positions, and the keys and values at all positions."""
-        # without the copy, q would be a view of a tensor that also has this rank's k and v, and
-        # would keep k and v in memory, although they are not needed after the gather
+        # copy q, because it is a view of a tensor that also has this rank's k and v; the view would
+        # keep k and v in memory, although they are not needed after the gather
         return q.clone(), *build.context.whole_keys(k, v)
 
     return compute

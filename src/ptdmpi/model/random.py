@@ -193,8 +193,8 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
     # Hashing needs several temporary values of 8 bytes for each element. If all elements were
-    # hashed at once, these values would take more memory than the masked tensor, and would not fit
-    # into the cache of a CPU.
+    # hashed at once, the temporary values would take more memory than the masked tensor, and would
+    # not fit into the cache of a CPU.
     elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
     count = max(1, elements // columns.numel())
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):

@@ -273,9 +273,9 @@ class Stage(nn.Module):
         stage.
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
-        the gradient of this stage's input is a tensor of zeros, which is also sent, because the
-        schedule is the same for all models. If neither this stage nor an earlier stage has a
-        parameter that trains, nothing is computed.
+        the gradient of this stage's input is a tensor of zeros. These zeros are still sent to the
+        previous stage, because the schedule is the same for all models. If neither this stage nor
+        an earlier stage has a parameter that trains, nothing is computed.
         """
         if self._idle:
             return self._no_gradient()

@@ -144,9 +144,9 @@ class Block(Layered):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # `recompute.layers` counts layers from the first layer of the whole model, not of each
-        # pipeline stage, so the recomputed layers do not depend on the numbers of ranks and model
-        # chunks
+        # `recompute.layers` counts from the first layer of the whole model. If it counted from the
+        # first layer of each stage, the recomputed layers would depend on the numbers of ranks and
+        # model chunks.
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1

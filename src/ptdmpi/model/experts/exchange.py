@@ -108,9 +108,9 @@ class SentDispatch:
     ) -> None:
         """Compute which rows this rank sends to each rank. `chosen` [T, k] has the numbers of the k
         experts of each of this rank's T tokens. `counts` has the numbers of rows that this rank
-        sends and receives. The attribute `held` has segments of the received rows (see `Dispatch`):
-        if `by_source` is True, one segment for each pair of a source rank and an expert; otherwise,
-        one segment for each expert."""
+        sends and receives. The attribute `held` has segments of the received rows (see `Dispatch`).
+        By default, each expert has one segment. If `by_source` is True, each pair of a source rank
+        and an expert has one segment."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]

@@ -120,9 +120,9 @@ def _rounded(
 
 
 def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Divide the rows of x [..., f] into chunks, and yield three values for each chunk: the chunk,
-    four temporary tensors of the chunk's shape in float32 or wider, and the same rows of each
-    tensor in `results`."""
+    """Divide the rows of x [..., f] into chunks. For each chunk, yield the chunk, four temporary
+    tensors of the chunk's shape in float32 or wider, and a list with the same rows of each tensor
+    in `results`."""
     rows = x.flatten(0, -2)
     lines = [result.view(-1, result.shape[-1]) for result in results]
     step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))

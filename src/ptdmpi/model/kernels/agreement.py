@@ -51,9 +51,9 @@ Choice = HostChoice | DeviceChoice
 
 
 class Abilities(NamedTuple):
-    """The abilities of one rank's host: whether it has oneDNN's fused call for linears of the run's
-    type (`fuses`), and whether it multiplies numbers of the run's type without converting them to a
-    wider type (`multiplies`)."""
+    """The abilities of one rank's host. `fuses` is True if the host has oneDNN's fused call for
+    linears of the run's data type. `multiplies` is True if the host multiplies numbers of this type
+    without converting them to a wider type."""
 
     fuses: bool
     multiplies: bool
@@ -143,8 +143,9 @@ def _has_fa3() -> bool:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The device of a run, the data type in which the run computes, and the kernel measurements
-    from this machine (`own`), which take precedence over the table."""
+    """The device of a run, the data type in which the run computes, and the measurements `own` of
+    kernels on this machine. If `own` has measurements of a kind of kernel, they are used instead of
+    those in presets/kernels.toml."""
 
     device: torch.device
     dtype: torch.dtype
@@ -257,8 +258,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return kept[kind]
     # A run may have begun with an older version of ptdmpi, in which the kernel of this kind could
     # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. The
-    # kind "half" is an exception: the older version multiplied 16-bit types in their own type or in
-    # float32, whichever was faster on the processor, and `fresh` is the faster of these two.
+    # kind "half" is an exception: the older version multiplied numbers of 16-bit types either in
+    # their own type or in float32, whichever was faster on the processor. `fresh` names the faster
+    # one.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)

@@ -199,8 +199,8 @@ class PackedKernel:
         q = given.q
         if q.device.type == "cpu" or not _is_limited(self.scores, given):
             return False
-        # If this rank has only some positions, they form several runs of consecutive positions, and
-        # this implementation would need a copy of the keys for each run. So it is not used.
+        # If this rank has only some positions, they form several runs of consecutive positions.
+        # This implementation is not used, because it would need a copy of the keys for each run.
         if not given.positions.are_all:
             return False
         fits = _has_flash(q) and flash_takes(q.shape[3])
@@ -289,8 +289,8 @@ class BlockedKernel:
         whole_from = self.kernels.chosen(given.q.device.type, given.q.dtype).attention.whole_from
         is_plain = given.documents is None and not self.scores.window
         block = QUERY_BLOCK
-        # without context parallelism, one call computes such a sequence; here, the rank has only
-        # some positions of the sequence, and blocks of this size give the same bits as one call
+        # Without context parallelism, one call computes such a sequence. Here, the rank has only
+        # some positions of the sequence, and blocks of this size give the same bits as one call.
         if is_plain and (self._is_grouped(given) or given.k.shape[2] >= whole_from):
             block = LONG_BLOCK
         work = BlockedWork(given.sight(self.scores), with_logsumexp, block)

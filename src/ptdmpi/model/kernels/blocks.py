@@ -225,8 +225,9 @@ def joined(
 
 
 class BlockedWork(NamedTuple):
-    """The settings for attention in blocks: the rules for the keys that queries see, whether the
-    log-sum-exp is requested, and the number of queries in a block of the forward."""
+    """The settings for attention in blocks. `seen` has the rules that say which keys each query
+    sees, `with_logsumexp` is True if the log-sum-exp is requested, and `block` is the number of
+    queries in a block of the forward."""
 
     seen: Sight
     with_logsumexp: bool

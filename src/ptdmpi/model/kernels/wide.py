@@ -19,8 +19,8 @@ ADDED_ELEMENTS = 2**16
 
 def sum_of_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of the rows of `x` [rows, columns], computed in `dtype`. The number of rows
-    that are converted at once does not depend on the number of columns, so that the bits do not
-    depend on the number of tensor ranks."""
+    that are converted at once does not depend on the number of columns. The tensor axis divides
+    columns, so the bits of the result do not depend on the number of tensor ranks."""
     if not _converts(x, dtype):
         return x.sum(0, dtype=dtype)
     first, *others = x.split(SUMMED_ROWS)

@@ -3,9 +3,9 @@
 level in this list. The dequantized value of a code is level x (scale of the block) or, in some
 formats, level x (scale of the block) + (least value of the block).
 
-All arithmetic is in float32 (in float64 for a float64 matrix). The dequantized values are therefore
-the same in three cases: for weights from a file, for packed weights in memory, and for operands
-that are rounded before a product.
+All arithmetic is in float32 (in float64 for a float64 matrix). Weights from a file, packed weights
+in memory, and operands that are rounded before a product therefore have the same dequantized
+values.
 """
 
 from dataclasses import dataclass
@@ -75,8 +75,8 @@ def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def place_tables(form: LowBit, device: torch.device) -> None:
-    """Copy the lookup tables of a quantized format to a device in advance, because a copy within a
-    step would make the host wait for the device."""
+    """Copy the lookup tables of a quantized format to a device before the first step. A copy within
+    a step would make the host wait for the device."""
     for table in (_levels, _level):
         table(form, device)
     for wide in (torch.float32, torch.float64):

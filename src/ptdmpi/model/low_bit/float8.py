@@ -3,9 +3,9 @@ products in the precision fp8.
 
 A matrix [m, n] is cut into tiles of p x q elements; tiles at the end may be smaller. The elements
 of a tile share a scale 2^-k. The code of an element x is x 2^k, rounded to the nearest number of
-the 8-bit type (to even if two are equally near), and the value of a code is the code times 2^-k.
-The exponent k is the largest whole number, at most 100, for which the greatest magnitude of the
-tile times 2^k is at most the largest number of the type.
+the 8-bit type (to even if two are equally near). The value of a code c is c 2^-k. The exponent k is
+the largest whole number, at most 100, for which the greatest magnitude of the tile times 2^k is at
+most the largest number of the type.
 
 Scales are powers of two, as in Transformer Engine's recipe for blocks, so a value is exact in
 bfloat16. If values are multiplied in bfloat16 with sums in float32, the result is therefore the

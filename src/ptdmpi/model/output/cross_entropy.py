@@ -75,13 +75,13 @@ def widened(chunk: Tensor) -> Tensor:
 
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return two values for each row of `flat` [s b, V/t]: the greatest logit over all ranks'
-    columns, and the label's logit, which is 0 if this rank does not have the label's column. For
-    each row, `local` [s b, 1] is the index of the label's column among this rank's columns, and
-    `here` [s b] is True if this rank has that column. If this rank does not have that column,
-    `local` is an arbitrary valid index, and the logit at this index is not used. The callers
-    subtract the greatest logit so that exponentials do not overflow; the subtraction does not
-    change the loss.
+    """Return two values for each row of `flat` [s b, V/t]. The first is the greatest logit over all
+    ranks' columns. The second is the label's logit if this rank has the label's column, and 0
+    otherwise. For each row, `local` [s b, 1] is the index of the label's column among this rank's
+    columns, and `here` [s b] is True if this rank has that column. If this rank does not have that
+    column, `local` is an arbitrary valid index, and the logit at this index is not used. The
+    callers subtract the greatest logit so that exponentials do not overflow; the subtraction does
+    not change the loss.
     """
     # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
     top = widened(flat.amax(-1))

@@ -8,7 +8,7 @@ each label, the loss is the Kullback-Leibler divergence of the K + 1 outcomes:
 
 Here q_k is the stored probability of the teacher, and p_k the probability of the student. Merging
 outcomes cannot increase the divergence, so this loss is at most the divergence over the full
-vocabulary, and equal to it if K is the size of the vocabulary.
+vocabulary. Both are equal if K is the size of the vocabulary.
 
 In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
 """
@@ -108,8 +108,9 @@ class _Distillation(Function):
         losses, softmax = softmax_losses(logits, batch.labels, axis)
         shifted = scores - softmax.top[:, None]
         exps = shifted.exp().masked_fill_(~teacher.here, 0)
-        # if another rank has the column of a stored token, replace the product by 0: it was
-        # computed from the logit of another column, which is -inf if that column is padded
+        # If another rank has the column of a stored token, replace the product by 0. The product
+        # was computed from the logit of another column, and may be -inf or NaN, because padded
+        # columns have the logit -inf.
         products = (teacher.q * shifted).masked_fill_(~teacher.here, 0)
         sums = axis.comm.all_reduce(torch.stack((exps.sum(-1), products.sum(-1))))
         # limit the probability of the other tokens from below, because its logarithm would be -inf

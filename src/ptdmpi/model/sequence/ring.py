@@ -48,8 +48,8 @@ class Dropping:
 
 @dataclass(frozen=True)
 class RingWork:
-    """The settings of ring attention: the axis along which keys are sent, the rules for the keys
-    that each query of this rank sees, the kernels for matrix products, and the dropout (None for no
+    """The settings of ring attention: the axis along which keys are sent, the rules that say which
+    keys each query of this rank sees, the kernels for matrix products, and the dropout (None for no
     dropout)."""
 
     axis: ContextAxis

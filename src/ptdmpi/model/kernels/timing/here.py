@@ -140,9 +140,9 @@ def measured_here(
     result. `say` prints one line.
 
     The time of a kernel is the time on the slowest rank. If the measurement takes longer than
-    LIMIT_S, for example because other programs are running, the remaining kinds of kernels are not
-    measured, and the result is not stored in the cache. If a kernel gives a wrong result, return an
-    empty dict; kernels are then chosen from the table of the package.
+    LIMIT_S seconds, for example because other programs are running, the remaining kinds of kernels
+    are not measured. An incomplete result is not stored in the cache. If a kernel gives a wrong
+    result, return an empty dict; kernels are then chosen from the table of the package.
     """
     cached = Cached(_key(world, dtype, sizes))
     known = world.on_root(cached.read)

@@ -226,8 +226,8 @@ class Placing:
         self._ring: list[_Slot] = []
 
     def place(self, batches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Return the microbatches as tensors on the device, for kernels that are started after this
-        call and before the next one."""
+        """Return the microbatches with their tensors on the device. Only kernels that are started
+        before the next call of `place` may use these tensors."""
         if self.device.type == "cpu":
             return list(batches)
         # the slot that the previous call of `place` filled is read only by computations that have

@@ -47,8 +47,8 @@ def linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear | 
 
 @dataclass(frozen=True)
 class Product:
-    """A linear with its adapters, as a function. The linear is in the transformer layer number
-    `layer`, which determines the dropout masks of the adapters."""
+    """The function that computes a linear with its adapters. The linear is in the transformer layer
+    number `layer`, which determines the dropout masks of the adapters."""
 
     linear: ColumnParallelLinear | RowParallelLinear
     layer: int

@@ -244,7 +244,8 @@ class SelfAttention(Computing):
         hidden = hidden_keys(k, sight)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
-        # in a 16-bit type, a sum of s exponentials would lose the small exponentials
+        # compute the softmax in a wide type, because a sum of s exponentials in a 16-bit type would
+        # lose the small exponentials
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         keep = stream.attention_mask(weights.shape, self.rate)

@@ -95,11 +95,11 @@ class Declaration:
     may consist of several matrices, whose sizes along dim 0 are `parts`; if `parts` is empty, the
     parameter is one matrix. `shared_gradient` is for sequence parallelism: if it is True, each
     tensor rank applies the parameter only to its own positions, so the gradient must be summed over
-    the tensor axis. If `partial_gradient` is True, each tensor rank applies the parameter only to
-    its own heads, so the gradient must always be summed over the tensor axis. If `trains` is False,
-    the parameter has no gradient, no master weight and no moments. `low_bit` is the quantized
-    format that matrix products use. If the parameter does not train, it is also stored in this
-    format.
+    the tensor axis. If `partial_gradient` is True, each tensor rank computes only one term of the
+    gradient, for example because it applies the parameter only to its own heads. The gradient must
+    then always be summed over the tensor axis. If `trains` is False, the parameter has no gradient,
+    no master weight and no moments. `low_bit` is the quantized format that matrix products use. If
+    the parameter does not train, it is also stored in this format.
     """
 
     shape: tuple[int, ...]
@@ -150,8 +150,9 @@ class Declaration:
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
         """Return the groups over which the gradient must be summed because each rank computes only
-        one term of it. Axes over which gradients are summed because ranks have different tokens are
-        not included. `sequence_divided` is True under sequence parallelism."""
+        one term of the gradient. The result does not include the axes along which ranks have
+        different tokens, although gradients are also summed over these axes. `sequence_divided` is
+        True under sequence parallelism."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return (TENSOR, *self.rows_over)
         return self.rows_over

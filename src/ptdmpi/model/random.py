@@ -137,7 +137,7 @@ class RandomStream:
     ) -> "RandomStream":
         """Return the stream of the dropout that `place` identifies, such as (layer, 0), for heads
         from `first_head` on and channels from `first_channel` on. If `positions` is None, the
-        positions do not change."""
+        result has the same positions as this stream."""
         return replace(
             self,
             key=fold(self.key, *place),

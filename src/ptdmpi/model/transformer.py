@@ -109,8 +109,9 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
 class Layered(Computing):
     """The base class of modules that compute the operators of a layer: the layers of the model, and
-    the modules for multi-token prediction. The kernels determine how the operators of `plain_steps`
-    are combined to `steps`."""
+    the modules for multi-token prediction. `plain_steps` computes each operator by its own
+    function. In `steps`, some functions compute several operators at once, if the chosen kernels
+    can do so."""
 
     plain_steps: tuple[RowStep, ...]
     steps: tuple[RowStep, ...]
@@ -233,7 +234,7 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()
         self.axis = axis
-        # the hash of this dropout uses the layer number -1
+        # the random stream of this dropout needs a layer number that no layer has: -1
         self.dropout = HiddenDropout(model.dropout, (-1, 0), axis)
         parts = parameters.embedding(model, vocab_size)
         self.word = built.word_embedding(parts[WORD_TABLE], axis)
@@ -309,7 +310,8 @@ class Classes(nn.Module):
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
-        # the hash of this dropout uses a layer number that no layer has: the number of layers
+        # the random stream of this dropout needs a layer number that no layer has: the number of
+        # layers
         place = (model.layers, 0)
         undivided = TensorAxis(axis.comm)  # without sequence parallelism
         self.dropout = HiddenDropout(model.dropout, place, undivided)

@@ -76,7 +76,7 @@ class TensorAxis:
         return whole
 
     def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `gather`. The result is complete when `wait` of the handle has returned."""
+        """Begin `gather`. The returned tensor is complete after `wait` of the returned handle."""
         if not self.divides_sequence:
             return x, DONE
         return self.comm.all_gather_begin(x.contiguous())
@@ -89,7 +89,7 @@ class TensorAxis:
         return total
 
     def reduce_begin(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `reduce`. The sum is complete when `wait` of the handle has returned."""
+        """Begin `reduce`. The returned tensor is complete after `wait` of the returned handle."""
         if self.size == 1:
             return partial, DONE
         partial = partial.contiguous()
@@ -120,8 +120,8 @@ def accumulate_bias_gradient(
     bias: Parameter | None, dy: Tensor, own: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     """Add the gradient of a bias, which is the sum of `dy` over all positions, to its `main_grad`.
-    Do nothing if there is no bias, or if the bias does not train. `own` selects the elements of the
-    bias that were added to the output; None selects all elements."""
+    Do nothing if there is no bias, or if the bias does not train. If only some elements of the bias
+    were added to the output, `own` is a function that selects these elements."""
     if bias is not None and bias.requires_grad:
         # sum in the type of `main_grad`, because a sum over all positions in a 16-bit type loses
         # small terms
@@ -183,7 +183,7 @@ class LinearPass:
 
     def own(self, rows: Tensor) -> Tensor:
         """Return the rows of a weight, or of its gradient, that belong to the outputs of the pass.
-        In this class, they are all rows."""
+        This class returns all rows; a subclass may compute only some outputs."""
         return rows
 
     @property

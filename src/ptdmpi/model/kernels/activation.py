@@ -1,11 +1,11 @@
 """GELU and gated units: the part of an MLP between its two linears.
 
 GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes a
-tanh in the forward and again in the backward. The two tanh together take as long as the
-exponentials of four sigmoids. The second implementation is used on hosts on which measurements
-found it faster (`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and
-z = 2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z)
-dz/dx and saves it instead of the input, so that the backward is one multiplication. The second
+tanh in the forward and again in the backward. A tanh takes as long as the exponentials of two
+sigmoids. The second implementation is used on hosts on which measurements found it faster
+(`choice.HostChoice`). It computes gelu(x) = x S(z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3),
+where S is the logistic function. The forward also computes the derivative S(z) + x S(z) S(-z) dz/dx
+and saves it instead of the input, so that the backward is one multiplication. The second
 implementation computes in float32 or wider, for a few rows at a time, so that all intermediate
 values fit into the caches of the processor. Each result is rounded once.
 """
@@ -30,9 +30,9 @@ from ptdmpi.plan.layer.elementwise import Activate
 # for a chunk, which take 2 MiB in all.
 CHUNK_ELEMENTS = 1 << 17
 # PyTorch's implementation is used for tensors with fewer elements than this number. For such
-# tensors, the second implementation saves no time, because it starts ten kernels instead of one.
-# From this number of elements on, the memory for a chunk is not larger than the gradient, which the
-# backward allocates in any case.
+# tensors, the second implementation saves no time, because it starts ten kernels instead of one. A
+# tensor with at least this number of elements has a gradient that takes at least as much memory as
+# the four tensors of a chunk.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
 # below 1. In 16-bit types, the derivative is therefore multiplied by this factor, which makes it
@@ -121,9 +121,9 @@ def _rounded(
 
 
 def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Divide the rows of x [..., f] into chunks, and yield three values for each chunk: the chunk,
-    four temporary tensors of the chunk's shape in float32 or wider, and the same rows of each
-    tensor in `results`."""
+    """Divide the rows of x [..., f] into chunks. For each chunk, yield the chunk, four temporary
+    tensors of the chunk's shape in float32 or wider, and a list with the same rows of each tensor
+    in `results`."""
     rows = x.flatten(0, -2)
     lines = [result.view(-1, result.shape[-1]) for result in results]
     step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
@@ -138,8 +138,8 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors: x in the type of the computation, z, and S(z) (see the module
-    docstring). They use three of the four tensors in `room`; the third tensor of `room` is free for
-    other values."""
+    docstring). The computed values are stored in `room`. Afterwards the caller may use the third
+    tensor of `room` for other values."""
     z, sigmoid, square, wide = room
     if x.dtype == z.dtype:
         wide = x

@@ -55,9 +55,9 @@ Choice = HostChoice | DeviceChoice
 
 
 class Abilities(NamedTuple):
-    """The abilities of one rank's host: whether it has oneDNN's fused call for linears of the run's
-    type (`fuses`), and whether it multiplies numbers of the run's type without converting them to a
-    wider type (`multiplies`)."""
+    """The abilities of one rank's host. `fuses` is True if the host has oneDNN's fused call for
+    linears of the run's data type. `multiplies` is True if the host multiplies numbers of this type
+    without converting them to a wider type."""
 
     fuses: bool
     multiplies: bool
@@ -65,7 +65,7 @@ class Abilities(NamedTuple):
 
 class Settled(NamedTuple):
     """The choice of kernels for all hosts, and the lines that report the choice. `keeps_slower` is
-    True if the run keeps a slower kernel because it has used this kernel before."""
+    True if the run keeps a kernel that it has used before, although another kernel is faster."""
 
     choice: HostChoice
     lines: list[str]
@@ -156,8 +156,9 @@ def _has_fa3() -> bool:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The device of a run, the data type in which the run computes, and the kernel measurements
-    from this machine (`own`), which take precedence over the table."""
+    """The device of a run, the data type in which the run computes, and the measurements `own` of
+    kernels on this machine. If `own` has measurements of a kind of kernel, they are used instead of
+    those in presets/kernels.toml."""
 
     device: torch.device
     dtype: torch.dtype
@@ -270,8 +271,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return kept[kind]
     # A run may have begun with an older version of ptdmpi, in which the kernel of this kind could
     # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. The
-    # older version multiplied 16-bit types ("half") in their own type or in float32, whichever is
-    # faster on the processor; `fresh` says which is faster.
+    # kind "half" is an exception: the older version multiplied numbers of 16-bit types either in
+    # their own type or in float32, whichever was faster on the processor. `fresh` names the faster
+    # one.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)
@@ -310,10 +312,9 @@ def _triton_on_devices(
     say: Callable[[str], None],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return two values: the kinds of kernels to store for the run as computed in Triton, and the
-    kinds that all ranks compute in Triton now. If kinds are stored, but a rank lacks Triton, no
-    rank computes in Triton. `before` has the kinds that the run stored earlier; it is empty if the
-    run stored none. For a new run, `before` is None; the run then uses the kinds in the table of
-    measurements."""
+    kinds that all ranks compute in Triton now. `before` has the kinds that the run stored earlier;
+    it is empty if the run stored no kinds, and None for a new run. A new run uses the kinds that
+    are faster in Triton on every rank. If a rank lacks Triton, no rank computes in Triton."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
     shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
     kept = shared
@@ -399,8 +400,8 @@ def trying(backends: tuple[str, ...]) -> Iterator[None]:
 
 def _first_attention() -> None:
     """Compute attention once on a GPU, if there is one. At the first attention of a process on a
-    GPU, PyTorch sets its own order of backends. This function makes sure that this happens before
-    the caller sets another order."""
+    GPU, PyTorch sets its own order of backends, which would overwrite an order that the caller has
+    set. So the caller calls this function first, and then sets its order."""
     if torch.cuda.is_available():
         some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(some, some, some)

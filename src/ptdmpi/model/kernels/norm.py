@@ -66,8 +66,8 @@ class _RmsNormByRows(Function):
         dflat = dy.reshape(flat.shape)
         wide_weight = weight.to(scale.dtype)
         dx = torch.empty_like(flat)
-        # The products of all rows are summed at once: partial sums of some rows would be rounded
-        # differently.
+        # The products of all rows are summed at once. If they were summed for a few rows at a time,
+        # the sums would be rounded differently.
         products = (
             flat.new_empty(flat.shape, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
         )

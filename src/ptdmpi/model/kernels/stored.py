@@ -40,7 +40,7 @@ Stored = Mapping[str, Sequence[str]]
 
 # word after the block size in "products:SIZE:WORD" -> attribute of `AttentionByProducts`
 WORDS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmath"}
-# the last word in "products:SIZE:WORD:whole_from=LENGTH", without its number
+# the beginning of the last word in "products:SIZE:WORD:whole_from=LENGTH", up to the number
 WHOLE_FROM = "whole_from="
 
 

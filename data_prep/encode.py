@@ -78,7 +78,8 @@ class Encoded:
     lengths: np.ndarray  # the number of tokens of each segment: int64 [segments]
     # True if the segment ends its document, with the end-of-document token: bool [segments].
     ended: np.ndarray
-    # True if the document is held out; only a document's first segment counts: bool [segments].
+    # True if the document is held out: bool [segments]. The value is valid only for the first
+    # segment of a document.
     held_out: np.ndarray
     begins: np.ndarray  # True if the segment begins its document: bool [segments]
     counters: CorpusCounters  # a document is counted in the task in which it ends

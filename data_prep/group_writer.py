@@ -56,7 +56,7 @@ class GroupWriter:
             stop = min(cut, encoded.tokens.size)
             inside = ends[(ends > position) & (ends <= stop)]
             if full and not (inside.size and inside[-1] == stop):
-                inside = np.append(inside, stop)  # the shard must end inside a document
+                inside = np.append(inside, stop)  # cut a document that is too long for the shard
             tokens = encoded.tokens[position:stop]
             inside = inside - position
             if mixed is None:

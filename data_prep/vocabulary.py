@@ -135,8 +135,8 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path):
         """Load the file `path`. Raise InputError if the file is not a tokenizer.json, or if a file
         of its model is damaged."""
-        # Several processes encode in parallel, so the library's own threads would use more threads
-        # than cores.
+        # Switch off the threads of the library, because several processes encode in parallel. With
+        # threads in each process, there would be more threads than cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 

@@ -129,7 +129,7 @@ def step_of_ours(config: Config, vocab_size: int) -> Callable[[], object]:
 
 def offered_attention() -> AbstractContextManager[None]:
     """Return a context in which torch tries the attention backends that ptdmpi tries on this
-    device. The null GPU has no FlashAttention 3, so the first one is cuDNN's."""
+    device. The first of these backends is cuDNN's, because the null GPU has no FlashAttention 3."""
     return agreement.trying(agreement.offered(DEVICE))
 
 

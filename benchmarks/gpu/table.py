@@ -60,8 +60,8 @@ def with_weight_gradients(
     The entry names the faster of the two methods "adds" and "rounds" in `rows`. It names "adds"
     only if the result of "adds" is not further from float32 than the result of "rounds". The table
     is returned unchanged if "rounds" was not measured. The table is also returned unchanged if it
-    has no entry for the vendor of the device: the new entry takes from that entry the first version
-    of torch that has "adds".
+    has no entry for the vendor of the device, because the new entry must copy a value from that
+    entry: the first version of torch that has "adds".
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)

@@ -275,8 +275,9 @@ class Ranking(NamedTuple):
 
 
 def rank_correlation(mapped: list[MappedRun]) -> Ranking:
-    """Return the measures of agreement, computed over runs with the same model, batch, day and
-    number of ranks. All measures are zero if no two runs can be compared."""
+    """Return the measures of agreement, computed over runs with the same value of
+    `MappedRun.ranked` (model, batch size, number of ranks and conditions of the measurement). All
+    measures are zero if no two runs can be compared."""
     groups: dict[tuple[str, ...], list[MappedRun]] = defaultdict(list)
     for run in mapped:
         groups[run.ranked].append(run)

@@ -31,7 +31,7 @@ OURS = "ours"
 ENDING_S = 60.0  # Seconds that are reserved to end processes that do not end by themselves.
 TRIALS_SHARE = 0.4  # Fraction of a row's time that is used for trials.
 ROUNDS = 5  # Undisturbed rounds of a row, if `--rounds` is not given.
-MORE = 2  # Undisturbed rounds that are added to the row with the widest spread at a time.
+MORE = 2  # Undisturbed rounds that are added to a row at a time, while time is left.
 CLOSE = 0.005  # A row with a smaller spread needs no further rounds.
 # The largest allowed relative difference between two trainers' losses in a step. The limit for bf16
 # is larger, because two trainers round the same computation at different points.

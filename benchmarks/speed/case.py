@@ -141,8 +141,9 @@ class GptSizes:
 @dataclass(frozen=True)
 class Row:
     """A row of the comparison: a layout, a precision, and the sizes of the model and batch that are
-    trained. `kernels` says which kernels ptdmpi computes with, as `run.kernels` does: "kept" (those
-    of the table), "default" (PyTorch's) or "auto" (measured at the start)."""
+    trained. `kernels` says which kernels ptdmpi uses, with the words of `run.kernels`: "kept" (the
+    kernels that presets/kernels.toml names), "default" (PyTorch's kernels) or "auto" (the kernels
+    that are fastest in a measurement at the start)."""
 
     layout: str
     precision: str

@@ -239,8 +239,8 @@ def family_cpu_s() -> float:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill a process and all its children at once. A launcher whose ranks are its children may end
-    by itself for LAUNCHER_END_S seconds, so that it removes its files."""
+    """Kill all children of a process, and then the process itself. A process with children is a
+    launcher. It has LAUNCHER_END_S seconds to end by itself, so that it can remove its files."""
     if process.poll() is not None:
         return
     children = psutil.Process(process.pid).children(recursive=True)

@@ -68,8 +68,8 @@ ARITHMETIC = re.compile(
 
 
 def part_of(names: Sequence[str]) -> str:
-    """Return the part of a step to which work belongs. `names` are the names of nested work in a
-    profile, the outermost first; the work is the last of them without the work inside it."""
+    """Return the part of a step to which the last function in `names` belongs. `names` is a call
+    stack of the profile, the outermost function first."""
     spans = [SPANS[name] for name in names if name in SPANS]
     if spans:
         return "messages" if "messages" in spans else spans[0]

@@ -44,7 +44,8 @@ class GroupWriter:
         mixed = None
         if sides.any() and not sides.all():
             mixed = np.repeat(sides, encoded.lengths)
-        ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end in this task]
+        # the index of the first token after each document: int64 [documents that end in this task]
+        ends = np.cumsum(encoded.lengths)[encoded.ended]
         position = self._progress.token if encoded.index == self._progress.task else 0
         while position < encoded.tokens.size:
             soft = position + max(1, self._shard_tokens - self._tokens)

@@ -31,7 +31,8 @@ class TiktokenTokenizer:
             raise InputError(f"tokenizer tiktoken:{encoding} needs tiktoken: {MISSING}") from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)
-        # the errors of the cache, the download and the registry have no common base class
+        # catch every exception, because the errors of the cache, the download and the registry have
+        # no common base class
         except Exception as error:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise InputError(

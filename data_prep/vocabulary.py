@@ -20,9 +20,9 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
 
-# The names of end-of-document tokens, in order of preference. They are used if a model's files do
-# not name this token. <eos> comes before </s>, because Gemma's vocabulary also contains </s>, as an
-# HTML tag. The last name is for BERT, whose models have no room for a new id.
+# The names of end-of-document tokens, in order of preference. This list is used if a model's files
+# do not name its end-of-document token. <eos> comes before </s>, because Gemma's vocabulary also
+# contains </s>, as an HTML tag. The last name is for BERT, whose models have no room for a new id.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
 # files next to a tokenizer.json that may contain the id that ends a text
 NAMING = ("config.json", "generation_config.json")
@@ -223,7 +223,8 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
         self._special = re.compile("|".join(special) or r"(?!)")
         try:
             self._fast = self._open()
-        # the errors for unsupported tokenizers have no common base class
+        # catch every exception, because the errors for unsupported tokenizers have no common base
+        # class
         except Exception as error:
             raise InputError(
                 f"tokenizer {GIGATOKEN}{path}: {error}; try it without {GIGATOKEN}"

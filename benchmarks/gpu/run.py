@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs/reference/gpu.md"
 TABLE = ROOT / "src/ptdmpi/presets/kernels.toml"
 LIMIT_S = 540.0
-LEAST_S = 15.0  # a part is not started if fewer seconds than this are left
+LEAST_S = 15.0  # no part is started if fewer seconds are left
 NO_GPU = {"skipped": "there is no GPU here"}
 Part = dict[str, Any]
 

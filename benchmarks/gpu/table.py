@@ -85,8 +85,8 @@ def with_triton(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], s
     """Return the table `text` with an entry for kernels in Triton on a device such as "cuda 9.0".
 
     `rows` are the rows of small kernels. The entry lists the kinds whose kernel in Triton is faster
-    than ptdmpi's composition of torch's operations, and not further from float32 than APART. The
-    table is returned unchanged if no kernel in Triton was measured.
+    than ptdmpi's composition of torch's operations and is accurate (see APART). The table is
+    returned unchanged if no kernel in Triton was measured.
     """
     taken, words = [], []
     for kind, name in IN_TRITON.items():

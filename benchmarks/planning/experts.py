@@ -24,7 +24,8 @@ CHOSEN = (
     "parallelism and overlap of all messages; memory for the mean number of tokens, because the "
     "runs drop all tokens above it (capacity factor 1)"
 )
-# the software of Megatron-Core, except that its all-to-alls do not overlap with computation
+# properties of Megatron-Core's software; the planner assumes that all-to-alls do not overlap with
+# computation
 SOFTWARE = {"overlap_tensor": True, "fullest": 1}
 DIVIDED = "experts divided by"
 OVERLAPPED = {"sequence_parallel": True, "dp_overlap": True}

@@ -142,8 +142,8 @@ class Contest:
 
     def _rounds(self, tool: str) -> list[Round]:
         """Return the rounds of ptdmpi and of the trainer `tool`, which may be ptdmpi itself in
-        another layout. If a trainer never finished a trial, its rate in the rounds is the upper
-        bound of its rate."""
+        another layout. If no trial of the trainer was finished, its rate in each round is an upper
+        bound, which is not measured in the round."""
         bound = None
         case = self.row.case
         for rival in self.against:

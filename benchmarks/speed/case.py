@@ -39,8 +39,8 @@ LAYOUTS = {
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
 }
-# The size in GptSizes that is doubled together with the number of ranks, so that each rank has as
-# much work as one rank alone.
+# Layout for weak scaling -> the size in GptSizes that is doubled for two ranks, so that each of the
+# two ranks has as much work as one rank alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # The layout with a single rank and compiled layers.

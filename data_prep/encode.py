@@ -258,8 +258,8 @@ def _rows(
 
 
 def document_share(first_piece: bytes) -> float:
-    """Return a pseudorandom number in [0, 1) that depends only on the first piece of a document. It
-    is computed from the piece's 8-byte BLAKE2b digest."""
+    """Return a pseudorandom number in [0, 1) that depends only on the first piece of a document.
+    The number is computed from the piece's 8-byte BLAKE2b digest."""
     digest = hashlib.blake2b(first_piece, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 

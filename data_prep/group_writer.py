@@ -1,5 +1,5 @@
 """Writing of a group to shards, and of the group's progress to a file. A group is a part of a
-corpus that one rank encodes and writes. It consists of tasks (see `sources.Task`)."""
+corpus that one rank encodes and writes. A group consists of tasks (see `sources.Task`)."""
 
 from typing import Self
 

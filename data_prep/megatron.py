@@ -167,9 +167,9 @@ class MegatronIndex:
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield all documents, in order, in blocks of at most BLOCK_TOKENS tokens.
 
-        The blocks depend only on the documents. They do not depend on the division of the documents
-        into sequences, or on the order of the sequences in the .bin file. Raise InputError for
-        impossible lengths, offsets and bounds.
+        The blocks depend only on the documents, not on the division of the documents into sequences
+        or on the order of the sequences in the .bin file. Raise InputError for impossible lengths,
+        offsets and bounds.
         """
         for window in self._windows():
             base = int(window[0])

@@ -68,8 +68,8 @@ class Tokenizer(Vocabulary, Protocol):
 
 class MarkedTokenizer(Tokenizer, Protocol):
     """A tokenizer that can also encode the name of a special token in a text, such as
-    <|endoftext|>, as this token. This is needed for chat templates, which write such names into
-    texts."""
+    <|endoftext|>, as this token. Chat templates need such a tokenizer, because they write the names
+    of special tokens into texts."""
 
     special: frozenset[str]  # names of the tokenizer's special tokens
 
@@ -201,8 +201,8 @@ class HuggingFaceTokenizer:
 
 
 class GigatokenTokenizer(HuggingFaceTokenizer):
-    """A tokenizer from a `tokenizer.json` file that uses the library gigatoken. It gives the same
-    tokens as `HuggingFaceTokenizer`, but is much faster, because it caches words.
+    """A tokenizer from a `tokenizer.json` file that uses the library gigatoken. The tokenizer gives
+    the same tokens as `HuggingFaceTokenizer`, but is much faster, because it caches words.
 
     gigatoken would encode the name of a special token in a text as this token. So texts that
     contain such a name are encoded with the library `tokenizers`. As a check, the beginning of each
@@ -279,8 +279,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 @lru_cache(1)
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
     """Load the tokenizer in the file `path`. If `fast` is True, use the library gigatoken. `state`
-    contains the sizes and modification times of all files of the tokenizer. It is an argument only
-    to be part of the cache key."""
+    contains the sizes and modification times of all files of the tokenizer. The function has the
+    argument `state` only because all arguments are part of the cache key, so that changed files are
+    loaded again."""
     if fast:
         return GigatokenTokenizer(path)
     if path.suffix == ".model":

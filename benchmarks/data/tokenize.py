@@ -174,7 +174,7 @@ if __name__ == "__main__":
 class Tool:
     """A command that tokenizes a corpus. `words` is a function that returns the command line for a
     corpus, an output folder and a number of cores. `written` is a pattern of names of output files,
-    in which each token has 2 bytes. It is None if the tool writes no such files."""
+    in which each token has 2 bytes. `written` is None if the tool writes no such files."""
 
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None

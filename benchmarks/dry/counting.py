@@ -108,8 +108,8 @@ def moved_bytes(
     """Return the size of the tensors that an operator reads and writes on a type of device.
 
     Each tensor counts once, with the elements that it has in memory: an expanded dimension counts
-    as one element. A tensor that is changed in place counts as read and as written. It counts only
-    as written if the operator overwrites it without reading it.
+    as one element. A tensor that is changed in place counts as read and as written. If the operator
+    overwrites the tensor without reading it, the tensor counts only as written.
     """
     overwrites = func.overloadpacket.__name__ in OVERWRITES
     read: list[Tensor] = []

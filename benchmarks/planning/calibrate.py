@@ -47,8 +47,8 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
         T = c + 2 (n - 1) (step + S / (n rate))
 
     The constants are the start-up time c, the time `step` of one ring step, and the rate as a
-    fraction of the link's peak `link_bytes_per_s`. They are fitted by least squares of relative
-    errors.
+    fraction of the link's peak `link_bytes_per_s`. The constants are fitted by least squares of
+    relative errors.
 
     If `known` has c and the time of one ring step, only the rate is fitted, and only to the times
     of eight GPUs. The V100 measurements need this: they are from a machine without a switch, on

@@ -235,9 +235,9 @@ class MappedRun:
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """Return the prediction for the fastest layout that is legal and fits. All layouts have the
-    sizes in `stated`. They differ in the number of virtual stages, the microbatch size and the mode
-    of recomputation, and every combination is tried."""
+    """Return the prediction for the fastest legal layout that fits into memory. All layouts that
+    are tried have the sizes in `stated`. Every combination of a number of virtual stages, a
+    microbatch size and a mode of recomputation is tried."""
     config = pricer.model.config
     batch = pricer.batch
     most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1

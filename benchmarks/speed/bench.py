@@ -165,7 +165,8 @@ class Contest:
     @property
     def spread(self) -> float:
         """Return the greatest standard error of a ratio to another trainer, relative to the ratio.
-        It is infinite after a single round, and 0 if the row compares ptdmpi only with itself."""
+        The spread is infinite after a single round, and 0 if the row compares ptdmpi only with
+        itself."""
         greatest = 0.0
         for rival in self.against:
             if rival.tool != "ptdmpi" and rival.at_most is None and self._takes_part(rival):

@@ -56,8 +56,8 @@ class TimedSteps:
 class Side:
     """A context manager that starts all ranks of one side of a row, and ends them.
 
-    If `variant` is None, the side is ptdmpi, which mpirun starts. If it is not None, the tool of
-    the variant is started, with one process per rank. All processes have the environment of
+    If `variant` is None, the side is ptdmpi, which mpirun starts. Otherwise the side is the tool of
+    the variant, and one process per rank is started. All processes have the environment of
     jobs/mpi-env.sh, and sleep while they wait for a command. A wait that is not over at the time
     `end_s` (of the clock time.monotonic) raises TimeIsOver.
     """

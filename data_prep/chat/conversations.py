@@ -34,9 +34,9 @@ Group = list[Conversation]
 
 class Conversations:
     """A reader of conversations from JSON lines. `messages_of` is a function that takes a record,
-    and returns the messages of each conversation in this record. It raises BadConversation if the
-    record has no conversation. If `skip_bad_lines` is True, lines that cannot be used are left out,
-    and counted in `bad_lines`."""
+    and returns the messages of each conversation in this record. The function raises
+    BadConversation if the record has no conversation. If `skip_bad_lines` is True, lines that
+    cannot be used are left out, and counted in `bad_lines`."""
 
     def __init__(
         self,

@@ -6,12 +6,12 @@ sources of Python's standard library), and a BPE tokenizer that is trained on a 
 
 - in one process, after a warm-up: `ptdmpi-data tokenize` is compared with direct calls of
 `encode_batch` and `encode_batch_fast` on texts in memory.
-- on all cores: the complete commands of the tools are compared. A rate is the difference in tokens
-between two corpora of different length, divided by the difference in time, so that the start-up
-time (imports, the tokenizer's file, processes) cancels. The table has a separate column for the
-total time. Fast tools also tokenize a longer corpus, because their times for the two corpora differ
-too little. Direct calls run in one process per core, and each process tokenizes a separate file of
-the corpus.
+- on all cores: the complete commands of the tools are compared. A rate is computed from two corpora
+  of different length: the difference in tokens, divided by the difference in time. The start-up
+  time (imports, the tokenizer's file, processes) cancels in the difference. The table has a
+  separate column for the total time. Fast tools also tokenize a longer corpus, because their times
+  for the two corpora differ too little. Direct calls run in one process per core, and each process
+  tokenizes a separate file of the corpus.
 """
 
 import json

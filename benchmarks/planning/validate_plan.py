@@ -2,10 +2,10 @@
 
 The error of a run is its predicted step time divided by its published step time, minus one. An
 error below 0 means that the prediction is too optimistic. The table also lists the mean error of
-the predicted throughput, in which too optimistic predictions count more: a prediction of half the
-published step time is an error of 50 % in the step time, but of 100 % in the throughput. Runs that
-were used for calibration are listed without an error. A run that is in two figures is counted once
-in the total of the figures.
+the predicted throughput, in which too optimistic predictions count more. For a prediction of half
+the published step time, the error of the step time is 50 %, but the error of the throughput is 100
+%. Runs that were used for calibration are listed without an error. A run that is in two figures is
+counted once in the total of the figures.
 """
 
 import statistics

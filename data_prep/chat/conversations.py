@@ -113,8 +113,8 @@ def _of_array(line: bytes) -> str:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every text in a message, including keys and the texts in nested values, because a
-    template may write any of these texts (a role, a name, the arguments of a tool call)."""
+    """Yield every text in a message, including keys and the texts in nested values. A template may
+    write any of these texts, for example a role, a name or the arguments of a tool call."""
     left: list[Any] = [message]
     while left:
         value = left.pop()

@@ -282,8 +282,8 @@ def _size(group: Group) -> int:
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
     """Return the conversations of a group, each cut to the length of a row. Return None if the
-    group must be left out, because it is longer than a row and must not be cut, or because one of
-    its conversations would have no label."""
+    group must be left out: if the group is longer than a row and must not be cut, or if one of its
+    conversations would have no label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None

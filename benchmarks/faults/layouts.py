@@ -47,7 +47,7 @@ def kinds_of(way: Way) -> tuple[str, ...]:
 
 
 class Weighted(NamedTuple):
-    """A layout, and the number of cards that it has in a deck."""
+    """A layout, and its number of cards in a deck. A layout with more cards is drawn more often."""
 
     cards: int
     way: Way

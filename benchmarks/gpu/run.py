@@ -214,8 +214,9 @@ def better(before: Part, now: Part) -> Part:
 
 
 def fill(everything: dict[str, Any], path: Path) -> None:
-    """Write the fastest kernels, according to the measured times of attention, of weight gradients
-    and of kernels in Triton, into the table of kernels."""
+    """Write the fastest kernels into the table of kernels (presets/kernels.toml). The measured
+    times of attention, of weight gradients and of kernels in Triton decide which kernels are
+    fastest."""
     parts = everything["parts"]
     device = parts.get("machine", {}).get("capability", "")
     if not device:

@@ -1,5 +1,5 @@
 """Functions that write measured times of attention, of weight gradients and of kernels in Triton
-into the table of kernels."""
+into the table of kernels (src/ptdmpi/presets/kernels.toml)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

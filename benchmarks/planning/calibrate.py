@@ -9,8 +9,9 @@ multiplications and memory are fitted to three kinds of times on an A100:
 - the times of a small model on one GPU (Narayanan et al. 2021, Figure 7)
 - the times of matrix multiplications (published with Anthony et al. 2024, arXiv 2401.14489)
 
-For other devices, the fraction for matrix multiplications is the fraction of the A100, multiplied
-by a ratio (see `others`). The fraction for attention is fitted to the measurements that
+The V100 gets the fractions of the A100, except that the constants of its links are fitted to its
+own times. For newer devices, the fraction for matrix multiplications is the fraction of the A100,
+multiplied by a ratio (see `others`). The fraction for attention is fitted to the measurements that
 FlashAttention-2 publishes for A100 and H100. The program reads only the published files in `FILES`.
 """
 

@@ -130,7 +130,8 @@ def draft(wish: Wish) -> str:
     if valid is not None:
         data["valid"] = valid
     if any(header.weights_byte_offset for header in dataset.headers):
-        data["document_boundaries"] = True  # a sequence may contain several conversations
+        # conversations in the same sequence must not attend to each other
+        data["document_boundaries"] = True
     base: dict[str, Any] = {
         "run": {"name": wish.name or wish.file.stem, "steps": wish.steps or 1},
         "model": subject.section,
@@ -186,10 +187,9 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
     the cluster; otherwise it is the first layout that fits into memory. The global batch may be
     rounded up, so that the data-parallel size divides it.
 
-    Without a cluster, layouts with less recomputation are tried first. Among layouts with equal
-    recomputation, those with fewer ranks per model are tried first, and among these, those with a
-    smaller tensor axis, and then those with larger microbatches. Raise InputError if no layout
-    fits.
+    Without a cluster, the layouts are sorted by recomputation (less first), then by ranks per model
+    (fewer first), then by the size of the tensor axis (smaller first), then by the size of the
+    microbatch (larger first). They are tried in this order. Raise InputError if no layout fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))

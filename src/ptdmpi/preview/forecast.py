@@ -189,9 +189,9 @@ class _Room:
 
 def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None) -> _Room:
     """Return the memory that a step needs, and the memory that a rank has. If a cluster is named,
-    the memory of a rank is the memory of one of its devices. Otherwise, if the ranks are started on
-    this host, it is the rank's share of the memory of a GPU, or, without a GPU, of this host's
-    memory. In all other cases it is unknown."""
+    the memory of a rank is the memory of one of its devices. Otherwise this memory is known only if
+    the ranks are started on this host. It is then the memory of a GPU, or, without a GPU, the
+    memory of this host, divided by the number of ranks that share it."""
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None

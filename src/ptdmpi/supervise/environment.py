@@ -22,7 +22,7 @@ MEMORY = Path("/dev/shm")
 # The environment variables that may name the folder of mpirun's temporary files. The first variable
 # that is set determines the folder.
 TEMPORARY = ("TMPDIR", "TEMP", "TMP")
-TEMPORARY_BYTES = 16384  # mpirun writes some small files
+TEMPORARY_BYTES = 16384  # free bytes that mpirun's small files need
 
 
 def jobs_folder() -> Path:

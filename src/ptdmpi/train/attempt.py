@@ -73,8 +73,8 @@ class Attempt:
     which this attempt begins. `why` is the reason why the attempt ended; it is empty until then.
     `event` is the name of this end, such as "stopped", in the messages to the receivers of
     `log.notify`. `live` is True if the state came from the memory of ranks that survived a loss of
-    other ranks. Perhaps no checkpoint contains such a state. `skipped` lists the checkpoints that
-    could not be read, with the reasons. `choice` describes the kernels with which the engine
+    other ranks; such a state may be newer than all checkpoints. `skipped` lists the checkpoints
+    that could not be read, with the reasons. `choice` describes the kernels with which the engine
     computes; it is None until the method `choose` has chosen them.
     """
 

@@ -182,8 +182,8 @@ class Loop:
         return asked
 
     def _stop_if_asked(self, asked: Asked) -> None:
-        """End the run after the last concluded step, if a stop was requested and the run is not
-        complete.
+        """If a stop was requested and the run is not complete, end the run after the last concluded
+        step (a step that is recorded, validated and saved).
         """
         if self._goes_on(self.concluded) and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, self.concluded)

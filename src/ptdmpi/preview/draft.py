@@ -25,7 +25,7 @@ from ptdmpi.train.checks import with_form
 MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor-parallel group should stay inside a node.
 BATCH = 64  # Number of sequences per step for a model without a published batch size.
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # the batch is made smaller if an epoch would have fewer steps
+LEAST_STEPS = 20  # if an epoch would have fewer steps, the batch is made smaller
 MOST_STEPS = 10_000
 ADAPTER_RANK = 16
 ADAPT_COMMENTS = {
@@ -156,9 +156,9 @@ def draft(wish: Wish) -> str:
 
 
 def _precision(wish: Wish) -> str:
-    """Return the compute type of the run. If `wish` names a cluster, it is bf16 if the cluster's
-    device supports bf16, else fp16 if the device supports fp16, else fp32. Without a cluster, it is
-    bf16 on a GPU and fp32 on a CPU."""
+    """Return the compute type of the run. If `wish` names a cluster, the compute type is the first
+    of bf16, fp16 and fp32 that the cluster's device supports. Without a cluster, it is bf16 on a
+    GPU and fp32 on a CPU."""
     if wish.cluster is None:
         return "bf16" if wish.on_gpu else "fp32"
     known = load_cluster(wish.cluster).device.peak_flops
@@ -169,9 +169,9 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
     Usually these are the directories that `wish` names. If the data directory of `wish` contains a
-    folder `train` but no shards, the training shards are in this folder. In this case, if `wish`
-    names no directory of validation shards, the validation shards are in the folder `valid` of the
-    data directory, if this folder exists.
+    folder `train` but no shards, the training shards are in this folder. If the data directory then
+    also contains a folder `valid`, and `wish` names no directory of validation shards, the
+    validation shards are in this folder.
     """
     train = wish.data
     valid = wish.valid

@@ -137,8 +137,9 @@ def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(ranks: RankCount, pricer: Pricer | None) -> int | None:
-    """Return the number of ranks of a node: those of a node of the cluster, or the ranks that were
-    started on this host. Return None if neither is known."""
+    """Return the number of ranks of a node. If a cluster is named, this is the number of devices of
+    a node in the cluster. Otherwise, it is the number of ranks that were started on this host, or
+    None if this number is unknown."""
     if pricer is not None:
         return pricer.cluster.node.devices
     return ranks.local or None

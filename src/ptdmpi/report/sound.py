@@ -153,8 +153,8 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
 
 def has_sound_values(record: Mapping[str, Any]) -> bool:
     """Return True if the report can show the values of the record: the values of all keys that this
-    version knows must have the right types and possible sizes. Values of unknown keys are not
-    checked."""
+    version knows must have the right types, and no number may have an impossible value. Values of
+    unknown keys are not checked."""
     for key, value in record.items():
         if key in RECORD_KEYS and not _CHECKS.get(key, _is_number_or_none)(value):
             return False

@@ -70,7 +70,7 @@ def unusable_temporary_folder(environ: Mapping[str, str]) -> str:
     names = (environ[name] for name in TEMPORARY if environ.get(name))
     folder = Path(next(names, "/tmp"))
     existing = folder
-    while not existing.exists():  # mpirun creates the folder
+    while not existing.exists():  # mpirun creates missing folders
         existing = existing.parent
     try:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as file:

@@ -235,7 +235,8 @@ class _Watcher(OpHook):
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             """Test an output of the forward pass."""
             op = self._op
-            # Outside a forward op, the output is only recomputed for the backward pass.
+            # Outside a forward op, the output is recomputed for the backward pass. It was already
+            # tested in the forward op.
             if op is None or op.row.keeps != ACTIVATIONS:
                 return
             self._calls += 1

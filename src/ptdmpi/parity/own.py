@@ -113,6 +113,6 @@ def rows(model: OwnModel, ranks: int, *, short: bool = False) -> OwnRows:
 
 
 def _refusal(case: Case, ranks: int) -> str | None:
-    """Return the reason why the case cannot be trained on `ranks` ranks, by the rules of layouts or
-    by an operator of the model; None if it can be trained."""
+    """Return the reason why the case cannot be trained on `ranks` ranks; None if it can be trained.
+    The reason is either a rule of layouts, or an operator of the model that refuses the layout."""
     return refusal(case, ranks) or next(refusals(case.layout, shape_of(case.model)), None)

@@ -83,8 +83,8 @@ class Loop:
 
         Yield each step after its record, validation and checkpoint. Raises SystemExit on every rank
         if the run must end earlier. The code is 75 after a requested stop, before which the run has
-        saved a checkpoint. It is 1 if too many steps in a row had a loss or a gradient that was not
-        finite, and 3 or 4 if the state is corrupt.
+        saved a checkpoint. The code is 1 if too many steps in a row had a loss or a gradient that
+        was not finite, and 3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),

@@ -73,8 +73,8 @@ class Attempt:
     which this attempt begins. `why` is the reason why the attempt ended; it is empty until then.
     `event` is the name of this end, such as "stopped", in the messages to the receivers of
     `log.notify`. `live` is True if the state came from the memory of ranks that survived a loss of
-    other ranks. Perhaps no checkpoint contains such a state. `skipped` lists the checkpoints that
-    could not be read, with the reasons. `choice` describes the kernels with which the engine
+    other ranks; such a state may be newer than all checkpoints. `skipped` lists the checkpoints
+    that could not be read, with the reasons. `choice` describes the kernels with which the engine
     computes; it is None until the method `choose` has chosen them.
     """
 
@@ -157,10 +157,11 @@ class Attempt:
     def _with_layers(
         self, engine: Engine, choice: DeviceChoice, say: Callable[[str], None]
     ) -> DeviceChoice:
-        """Compile the engine's layers if the run has compiled layers, and return the completed
-        choice of kernels. At the first start of a run, all ranks measure whether compiled layers
-        are faster, and the run directory and the checkpoints keep the result. A run that has begun
-        without a measurement has no compiled layers."""
+        """Decide whether this run uses compiled layers, compile the engine's layers if it does, and
+        return `choice` with this decision. At the first start of a run, and with `run.kernels` =
+        "anew", all ranks measure whether compiled layers are faster. The run directory and the
+        checkpoints store the result for later starts. If a resumed run has no stored result, its
+        layers are not compiled."""
         compiled = choice.compiled
         if compiled is None and self.first and self.config.run.kernels != "anew":
             return choice
@@ -317,7 +318,8 @@ class Attempt:
                 self.directory.tell(event, "" if why == event else why)
 
     def _warn_of_lost_lines(self) -> None:
-        # after a loss of ranks there is no warning, because the next attempt writes the lines
+        # this method is not called after a loss of ranks, because the next attempt writes the
+        # missing lines
         if self.directory is not None:
             self.directory.warn_of_lost_lines()
 

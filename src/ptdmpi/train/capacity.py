@@ -28,8 +28,9 @@ if TYPE_CHECKING:  # imported only for types, because importing this module star
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# An allocation may fail although the predicted memory fits. The error message then assumes that at
-# most this fraction of the needed memory is available.
+# An allocation may fail although the predicted memory fits into the available memory. For the
+# advice in the error message, the available memory is then assumed to be at most this fraction of
+# the needed memory.
 FAILED_SHARE = 0.9
 
 
@@ -62,7 +63,8 @@ class Memory:
         types = data_types(config.precision.compute)
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
-        # compiled graphs compute the product of a weight's gradient apart from the sum
+        # without compilation, one kernel computes the product for a weight's gradient and adds it
+        # to the sum; a compiled graph needs memory for the separate product
         compiles = config.run.compile is True or may_compile(config, device, world.size)
         self._adds_wide = host.adds_wide(device.type) and not compiles
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))

@@ -95,6 +95,13 @@ def test_no_value_of_the_configuration_controls_the_terminal(corpus, capsys):
         show(configured(corpus, {"run.dir": "red\x1b[31m"}), 1)
 
 
+def test_shards_with_remarks_are_said_to_be_unread(corpus):
+    forecast = preview(configured(corpus), ONE)
+    forecast["remarks"] = ["shards: log-probabilities of a model"]
+    text = " ".join(as_text(forecast).split())
+    assert "log-probabilities of a model; opened, but not read through; to do that: ptdmpi-" in text
+
+
 def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
     monkeypatch.setattr("ptdmpi.preview.forecast.rank_memory_bytes", lambda *machine: 1000)
     forecast = preview(configured(corpus), ONE)

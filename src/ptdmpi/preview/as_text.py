@@ -61,11 +61,11 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{dataset['path']}: {counted(dataset['samples'], 'sample')}"
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
-    commands = " && ".join(f"ptdmpi-data verify {shlex.quote(path)}" for path in paths)
-    not_read = f"opened, but not read through; to do that: {commands}"
-    # If there are remarks about the data (the entry "told"), show them and not `not_read`. For
-    # example, the files of a labelled task have remarks, because they were read completely.
-    rows.append(("", "; ".join(forecast["told"]) or not_read))
+    remarks = list(forecast["remarks"])
+    if forecast["has_shards"]:  # other datasets, such as the files of a task, were read completely
+        commands = " && ".join(f"ptdmpi-data verify {shlex.quote(path)}" for path in paths)
+        remarks.append(f"opened, but not read through; to do that: {commands}")
+    rows.append(("", "; ".join(remarks)))
     return rows
 
 

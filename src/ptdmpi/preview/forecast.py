@@ -36,7 +36,7 @@ from ptdmpi.report.compare import cluster_of, pricer_of
 from ptdmpi.report.status import BROKEN, Watched
 from ptdmpi.train.capacity import expected_gpus, expected_sharing, rank_memory_bytes
 from ptdmpi.train.checks import checked
-from ptdmpi.train.feed import source_of
+from ptdmpi.train.feed import ShardSource, source_of
 
 # Three tables for the function `timed`, which returns the keys that change the time of a step.
 # UNTIMED_SECTIONS lists sections without such keys. UNTIMED_KEYS lists keys that do not change the
@@ -105,7 +105,8 @@ def preview(
             {"path": path, "samples": dataset.samples(config.model.text_length)}
             for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
         ],
-        "told": list(source.remarks()),
+        "remarks": list(source.remarks()),
+        "has_shards": isinstance(source, ShardSource),
         "base": list(base_told(config)),
         "resume": resume,
         "memory": memory,

@@ -306,6 +306,7 @@ class Attempt:
         except GeneratorExit:  # a user's program has left its loop over the steps
             self.why = why = "left before its last step"
             event = "stopped"
+            self._warn_of_lost_lines()
             raise
         except BaseException as error:
             first_line, _, _ = str(error).partition("\n")

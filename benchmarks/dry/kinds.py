@@ -70,7 +70,7 @@ def of_step(config: Config, vocab_size: int, triton: Sequence[str] = ()) -> Coun
     with mock.patch.object(Compressed, "_overflows", _asks_only), offered_attention():
         counts = counted(
             lambda: engine.step(next(steps), placing.place(parts)),
-            by_operator=not (config.run.compile or triton),
+            by_operator=not (config.run.compile is True or triton),
         )
     # A data-parallel method may still receive messages after a step. Wait for these messages: MPI
     # writes them into the memory of this engine, which is freed before the next row is counted.
@@ -105,7 +105,7 @@ def alone(changes: Mapping[str, Any], triton: Sequence[str] = ()) -> Numbers:
         "launches": round(counts.launches),
         CUDNN: round(counts.cudnn),
         "syncs": round(counts.syncs),
-        **(of_operators if not (config.run.compile or triton) else {}),
+        **(of_operators if not (config.run.compile is True or triton) else {}),
         PEAK: counts.peak_bytes / 1e9,
         PLANNED_PEAK: planned / 1e9,
         "peak / planned": counts.peak_bytes / planned,

@@ -165,7 +165,7 @@ def theirs(
 def planned_bytes(config: Config, vocab_size: int, triton: Sequence[str] = ()) -> int:
     """Return the planner's prediction of the peak memory of ptdmpi's tensors on the first pipeline
     rank, in bytes. `triton` has the kinds of kernels that are computed in Triton."""
-    adds_wide = host.adds_wide(DEVICE.type) and not config.run.compile
+    adds_wide = host.adds_wide(DEVICE.type) and config.run.compile is not True
     kernels = {"triton": tuple(triton), "adds_wide": adds_wide}
     memory = MemoryModel.of(config, vocab_size, kernels=kernels, on_host=False)
     return memory.peak(config.layout, 0, config.microbatches).total

@@ -180,6 +180,17 @@ class Block(Layered):
         self._compiled = torch.compile(
             self._forward, fullgraph=True, dynamic=False, backend=backend
         )
+        self.steps = self.plain_steps
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return True if the layer's training pass is a compiled graph."""
+        return self._compiled is not None
+
+    def uncompile(self) -> None:
+        """Compute the layer without a compiled graph from now on."""
+        self._compiled = None
+        self.take(self.kernels)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:

@@ -18,10 +18,11 @@ from ptdmpi.config import Config, InputError, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import said_at_start
 from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.prepare.compiling import compile_layers, may_compile, measured
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement
-from ptdmpi.model.kernels.agreement import Choice, RunPlace
+from ptdmpi.model.kernels.agreement import Choice, DeviceChoice, RunPlace
 from ptdmpi.model.kernels.choice import BY_PYTORCH, Entries
 from ptdmpi.model.kernels.timing.here import measured_here, sizes_of
 from ptdmpi.model.parameters import data_types
@@ -149,6 +150,34 @@ class Attempt:
                 say(line)
             self.choice = memory.settle(agreed, say)
             engine.compute_by(self.choice)
+            if may_compile(self.config, engine.device, self.world.size):
+                assert isinstance(self.choice, DeviceChoice)
+                self.choice = self._with_layers(engine, self.choice, say)
+
+    def _with_layers(
+        self, engine: Engine, choice: DeviceChoice, say: Callable[[str], None]
+    ) -> DeviceChoice:
+        """Compile the engine's layers if the run has compiled layers, and return the completed
+        choice of kernels. At the first start of a run, all ranks measure whether compiled layers
+        are faster, and the run directory and the checkpoints keep the result. A run that has begun
+        without a measurement has no compiled layers."""
+        compiled = choice.compiled
+        if compiled is None and self.first and self.config.run.kernels != "anew":
+            return choice
+        if compiled is None:
+            passes = (self.config.run.steps - self.first) * self.config.microbatches
+            with agreement.trying(choice.attention):
+                compiled, why = measured(
+                    engine.stages, engine.axes.world, engine.device, passes=passes
+                )
+            engine.buffer.gradients.zero_()
+            say(f"layers {'compiled' if compiled else 'not compiled'}: {why}")
+        if compiled:
+            compile_layers(engine.stages, engine.axes.world, engine.device)
+        choice = replace(choice, compiled=compiled)
+        self.course.kernels = agreement.stored(choice)
+        self.world.on_root(lambda: agreement.keep_layers(self.path, choice))
+        return choice
 
     def _measures_kernels(self, engine: Engine) -> bool:
         """Return True if this attempt must measure which kernels are fastest. Kernels are measured

@@ -15,6 +15,7 @@ import torch
 
 from ptdmpi.base.launched import is_supervised
 from ptdmpi.config import Config, InputError
+from ptdmpi.engine.prepare.compiling import may_compile
 from ptdmpi.model.kernels import USUAL, host
 from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
 from ptdmpi.model.kernels.choice import AttentionByProducts
@@ -62,7 +63,8 @@ class Memory:
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
         # compiled graphs compute the product of a weight's gradient apart from the sum
-        self._adds_wide = host.adds_wide(device.type) and not config.run.compile
+        compiles = config.run.compile is True or may_compile(config, device, world.size)
+        self._adds_wide = host.adds_wide(device.type) and not compiles
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
         # the host memory that this rank may use for state that is not on its device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)

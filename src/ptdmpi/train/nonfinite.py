@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.prepare.compiling import is_compiled
 from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import OpHook
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
@@ -118,7 +119,7 @@ class Skips:
         if finding is None:
             where = "not finite once, finite when computed again: a fault of the hardware is likely"
             # the fused operations of compiled layers round differently
-            if self.engine.config.run.compile:
+            if is_compiled(self.engine.stages):
                 where = "not finite as compiled, finite when computed again by uncompiled layers"
         else:
             where = f"{finding.what} on {self.names(finding.rank)} is not finite"

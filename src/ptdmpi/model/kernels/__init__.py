@@ -91,12 +91,18 @@ class Kernels:
             return False
         return not host.multiplies("cpu", dtype) or self.chosen("cpu", dtype).half == "widened"
 
+    def _widens(self, x: Tensor) -> bool:
+        """Return True if products of `x` are computed in float32 (`widens`). Each product calls
+        this method a few times, so it first tests what is quick to test."""
+        dtype = x.dtype
+        if dtype != self._narrow and not (x.is_cpu and dtype in HALF_TYPES):
+            return False
+        return self.widens(x.device.type, dtype)
+
     def widened(self, x: Tensor) -> Tensor:
         """Return the operand `x` of a product, converted to the type in which the device multiplies
         such operands."""
-        if self.widens(x.device.type, x.dtype):
-            return x.float()
-        return x
+        return x.float() if self._widens(x) else x
 
     def entering(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return two values for the input x [..., inputs] of a linear. The first value is the input
@@ -118,7 +124,7 @@ class Kernels:
         gains = bias is not None or x.dtype == torch.float32
         if gains and self._fuses(x, weight, "output"):
             return linear_by_onednn(x, weight, bias)
-        if not self.widens(x.device.type, x.dtype):
+        if not self._widens(x):
             return F.linear(x, weight, bias)
         if bias is not None:
             bias = bias.float()
@@ -129,13 +135,15 @@ class Kernels:
         weight = operand(weight)
         if self._fuses(dy, weight, "input_gradient"):
             return linear_by_onednn(dy, weight.t(), None)
-        return (self.widened(dy) @ self.widened(weight)).to(dy.dtype)
+        if not self._widens(dy):
+            return dy @ weight
+        return (dy.float() @ weight.float()).to(dy.dtype)
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
         matrix. `which` is the name of a field of `OneDnnLinears`; this field is the least size at
         which the fused call is used."""
-        if x.device.type != "cpu" or x.dtype not in FUSED_TYPES:
+        if not x.is_cpu or x.dtype not in FUSED_TYPES:
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
         if least == math.inf or not x.numel():

@@ -11,8 +11,9 @@ values fit into the caches of the processor. Each result is rounded once.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -216,12 +217,7 @@ class _Gated(Function):
         # write both halves directly into the result, because torch.cat would need one more copy
         dgate, dvalue = dx.chunk(2, dim=-1)
         torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
-        if ctx.activation == "swiglu":
-            torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=dgate)
-        else:
-            torch.ops.aten.gelu_backward.grad_input(
-                dy * value, gate, approximate="tanh", grad_input=dgate
-            )
+        _write_gate_gradient(dgate, dy * value, gate, ctx.activation)
         return dx, None
 
 
@@ -274,6 +270,15 @@ class _FusedGated(Function):
         return fused.backward(x, dy.contiguous(), ctx.activation), None
 
 
+def _write_gate_gradient(dgate: Tensor, dy: Tensor, gate: Tensor, activation: str) -> None:
+    """Write the gradient of the gate into `dgate`, given the gradient `dy` of its activation. All
+    three tensors have the same shape."""
+    if activation == "swiglu":
+        torch.ops.aten.silu_backward.grad_input(dy, gate, grad_input=dgate)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(dy, gate, approximate="tanh", grad_input=dgate)
+
+
 def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:
     if activation == "swiglu":
         return torch.ops.aten.silu_backward(dy, gate)
@@ -286,17 +291,55 @@ def _opened(gate: Tensor, activation: str) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
+class Again(NamedTuple):
+    """An activation that a backward computes again. `result` [..., w] is the activation.
+    `write_gradient(dx, dy)` writes the gradient of the input into `dx`, given the gradient `dy` of
+    the result."""
+
+    result: Tensor
+    write_gradient: Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True)
+class ActivationFunction:
+    """The activation `name` of an MLP, such as GELU, [..., w] -> [..., w], or, if `is_gated` is
+    True, a gated unit, [..., 2 w] -> [..., w] (Shazeer 2020, arXiv 2002.05202)."""
+
+    name: str
+    is_gated: bool
+
+    def of(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """Return the activations of x, [..., w]."""
+        if self.is_gated:
+            return gated(x, self.name, kernels)
+        return gelu(x, self.name, kernels)
+
+    def again(self, x: Tensor, kernels: Kernels) -> Again:
+        """Return the activations of x, and the function that computes the gradient of x. Both use
+        the same activation of the gate, which `_Gated` would compute twice."""
+        if self.is_gated and not kernels.by_triton("gated"):
+            gate, value = x.chunk(2, dim=-1)
+            opened = _opened(gate, self.name)
+
+            def write_gradient(dx: Tensor, dy: Tensor) -> None:
+                dgate, dvalue = dx.chunk(2, dim=-1)
+                torch.mul(dy, opened, out=dvalue)
+                _write_gate_gradient(dgate, dy * value, gate, self.name)
+
+            return Again(opened * value, write_gradient)
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = self.of(leaf, kernels)
+        return Again(y.detach(), lambda dx, dy: dx.copy_(torch.autograd.grad(y, leaf, dy)[0]))
+
+
 class Activation(Computing):
-    """An activation function such as GELU, [..., w] -> [..., w], or a gated unit, [..., 2 w] ->
-    [..., w] (Shazeer 2020, arXiv 2002.05202)."""
+    """The activation of an MLP (see `ActivationFunction`)."""
 
     def __init__(self, row: Activate) -> None:
         super().__init__()
-        self.function = row.function
-        self.gated = row.gates == 2
+        self.function = ActivationFunction(row.function, row.gates == 2)
 
     def forward(self, x: Tensor, context: object = None) -> Tensor:
-        """Return the activations, [..., w] (see the class)."""
-        if self.gated:
-            return gated(x, self.function, self.kernels)
-        return gelu(x, self.function, self.kernels)
+        """Return the activations, [..., w] (see `ActivationFunction`)."""
+        return self.function.of(x, self.kernels)

@@ -34,6 +34,8 @@ FILE = "kernels.json"  # The file in the run directory that stores the agreed ke
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # the attention backends for inputs, such as float32, that no backend in `BACKENDS` supports
 REST = ("EFFICIENT_ATTENTION", "MATH")
+# the kind of record that says whether the layers are compiled, and its two texts
+LAYERS, COMPILED, UNCOMPILED = "layers", "compiled", "uncompiled"
 # the kernels that every host can compute
 ANYWHERE = replace(BY_LIBRARY, half="widened")
 
@@ -41,10 +43,12 @@ ANYWHERE = replace(BY_LIBRARY, half="widened")
 @dataclass(frozen=True)
 class DeviceChoice:
     """The attention backends that a device tries, in this order, and the kinds of kernels that it
-    computes in Triton. If `attention` is empty, torch chooses the backend."""
+    computes in Triton. If `attention` is empty, torch chooses the backend. `compiled` says whether
+    a measurement has chosen compiled layers; it is None if nothing was measured."""
 
     attention: tuple[str, ...] = ()
     triton: tuple[str, ...] = ()
+    compiled: bool | None = None
 
 
 Choice = HostChoice | DeviceChoice
@@ -80,18 +84,27 @@ def stored(choice: Choice) -> dict[str, list[str]]:
     """Return the dict that is stored in run directories and checkpoints for a choice of kernels:
     kind of kernel -> texts (see the file `stored.py`)."""
     if isinstance(choice, DeviceChoice):
-        return _on_device(choice.attention, choice.triton)
+        return _on_device(choice)
     return written(choice)
 
 
-def _on_device(attention: Sequence[str], triton: Sequence[str]) -> dict[str, list[str]]:
-    """Return the record of a device's kernels, which is stored for the run: the attention backends
-    `attention`, and the kinds of kernels `triton` that are computed in Triton. If `triton` is
-    empty, the record is the same as in older versions, which had no kernels in Triton."""
-    kept = {"attention": list(attention)}
-    if triton:
-        kept["triton"] = list(triton)
+def _on_device(choice: DeviceChoice) -> dict[str, list[str]]:
+    """Return the record of a device's kernels, which is stored for the run. Without kernels in
+    Triton and without a measurement of compiled layers, the record is the same as in older
+    versions."""
+    kept = {"attention": list(choice.attention)}
+    if choice.triton:
+        kept["triton"] = list(choice.triton)
+    if choice.compiled is not None:
+        kept[LAYERS] = [COMPILED if choice.compiled else UNCOMPILED]
     return kept
+
+
+def keep_layers(folder: Path, choice: DeviceChoice) -> None:
+    """Add to the record of the run directory `folder` whether the layers are compiled. Only rank 0
+    calls this function."""
+    kept = {**(_kept(folder) or {}), LAYERS: _on_device(choice)[LAYERS]}
+    write_whole(folder / FILE, json.dumps(kept))
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
@@ -278,13 +291,16 @@ def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
     """Return the attention backends and the kinds of kernels in Triton that all ranks use in a run
-    on devices. Only kernels that every rank has are used. `known` has the kernels that the run has
-    used before."""
+    on devices, and whether the run has compiled layers. Only kernels that every rank has are used.
+    `known` has the kernels that the run has used before."""
     kept, taken = _attention_on_devices(world, device, known, say)
     recorded = any(name in BACKENDS for name in known.get("attention", ()))
     before = known.get("triton", () if recorded else None)
     kept_kinds, kinds = _triton_on_devices(world, device, before, say)
-    return Agreed(_on_device(kept, kept_kinds), DeviceChoice(taken, kinds))
+    layers = known.get(LAYERS, ())
+    compiled = COMPILED in layers if layers else None
+    kept_choice = DeviceChoice(tuple(kept), kept_kinds, compiled)
+    return Agreed(_on_device(kept_choice), DeviceChoice(taken, kinds, compiled))
 
 
 def _triton_on_devices(

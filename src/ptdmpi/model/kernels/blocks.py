@@ -194,9 +194,9 @@ def by_library(
     other. Return two values. The first is softmax(scores) v [b, heads, s, head size of the values].
     The second has a tensor for each block, the log-sum-exp of its queries' scores [sequences,
     heads, queries of the block]. If values are smaller than keys, the kernel gets values that are
-    filled up with zeros."""
+    filled up with zeros. It gets copies of keys and values (`_adjacent`)."""
     out, sums = empty_outputs(q, v), []
-    values = filled(v, q.shape[3])
+    k, values = _adjacent(k, filled(v, q.shape[3]))
     for queries, keys, mask in blocks(q, seen, block):
         here, sum_of_exponentials = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[queries], k[keys], values[keys], attn_mask=mask, scale=seen.scores.scale
@@ -204,6 +204,14 @@ def by_library(
         out[queries] = here[..., : v.shape[3]]
         sums.append(sum_of_exponentials)
     return out, sums
+
+
+def _adjacent(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of keys and values [b, heads, s, head size] in which the positions of a head
+    are adjacent in memory. Model layers compute them as [s, b, heads, head size]. The bytes between
+    two positions are then usually a multiple of 4096, and the positions replace each other in the
+    processor's first cache, whenever the kernel reads them for another block of queries."""
+    return k.contiguous(), v.contiguous()
 
 
 def joined(
@@ -261,7 +269,8 @@ class BlockedAttention(Function):
     def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        values, size = filled(v, q.shape[3]), v.shape[3]
+        size = v.shape[3]
+        k, values = _adjacent(k, filled(v, q.shape[3]))
         for queries, keys, mask, is_square in _gradient_blocks(q, ctx.seen):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 filled(dout[queries], q.shape[3]),

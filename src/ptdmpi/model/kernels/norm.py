@@ -158,7 +158,9 @@ class Norm(Computing):
         weight = self._gain()
         if self.bias is None:
             return rms_norm(x, weight, self.eps, self.kernels)
-        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual sum x + y and its norm, both computed by one kernel in Triton. The

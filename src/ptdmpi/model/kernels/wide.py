@@ -44,4 +44,4 @@ def add(total: Tensor, x: Tensor) -> None:
 def _converts(x: Tensor, dtype: torch.dtype) -> bool:
     """Return True if `x` is converted to `dtype` on a CPU. The result is False in a compiled graph,
     which would have to contain every part separately."""
-    return x.dtype != dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.dtype != dtype and x.is_cpu and not torch.compiler.is_compiling()

@@ -4,7 +4,7 @@ computed by closed formulas.
 Counted and computed bytes follow the same convention. The convention does not depend on the
 transport, or on the algorithm of a collective. For a collective on x bytes of tensors, it counts
 the bytes that each of n ranks must send on average (Thakur et al. 2005, section 4). For large n, an
-all-reduce counts 2 x bytes, as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 7).
+all-reduce counts almost 2 x bytes, as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 7).
 
     all_reduce      2 x (n - 1) / n     each rank has x bytes before the call
     all_gather        x (n - 1) / n     each rank has x bytes after the call

@@ -81,8 +81,9 @@ def missing_newest(directory: Path, existing: Collection[Path]) -> list[str]:
 
 def named(path: Path) -> Path:
     """Return the checkpoint that a user names by its path, or by the file `latest` or `best`. If
-    RUN/best does not exist, it means RUN/checkpoints/best; RUN/latest is treated in the same way.
-    Raise InputError if the file names no checkpoint, or if the run has no best checkpoint."""
+    RUN/best does not exist, the path RUN/best stands for RUN/checkpoints/best. In the same way,
+    RUN/latest stands for RUN/checkpoints/latest. Raise InputError if the file names no checkpoint,
+    or if the run has no best checkpoint."""
     if path.name in (LATEST, BEST) and not path.exists():
         inside = path.parent / "checkpoints" / path.name
         if (
@@ -257,7 +258,8 @@ def superfluous(
         if not keep:
             return
         regular = keep_every and step_of(path) % keep_every == 0
-        # do not read the manifest of a checkpoint that is kept in any case: there may be many
+        # do not read the manifest of a checkpoint that is kept in any case, because a run may have
+        # many such checkpoints
         if kept >= keep and (regular or path in spared):
             continue
         if path.name in damaged or not is_sound(path):
@@ -285,7 +287,7 @@ def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except OSError as error:
-        # rmtree gives the name of a file without its folder
+        # the error of `rmtree` may name a file without its folder, so name the full path
         whole = path / (error.filename or "")
         raise OSError(error.errno, error.strerror, str(whole)) from None
 

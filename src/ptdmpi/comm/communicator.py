@@ -416,8 +416,9 @@ class _All:
 class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
-    This class uses sends and receives, which every transport has. A transport that supports graphs
-    has a subclass. In tallies and in `busy`, an exchange has the name "neighbours".
+    This class uses sends and receives, which every transport has. A transport that has collectives
+    for graphs, such as MPI, defines a subclass. In tallies and in `busy`, an exchange has the name
+    "neighbours".
     """
 
     def __init__(

@@ -211,9 +211,10 @@ class Engine:
         Return the consensus distance (of the replicas from their mean) if replicas may differ and
         the run measures this distance in this step; otherwise return None."""
         self.verification.before_update(step)
-        # If replicas are equal, no message is sent from here to the end of the update. A rank
-        # therefore updates its state completely or not at all. So if a rank is lost, the state of
-        # the surviving ranks is never half updated.
+        # If replicas are equal and Muon exchanges no matrices, no message is sent from here to the
+        # end of the update. A rank therefore updates its state completely or not at all. So if a
+        # rank is lost, the state of the surviving ranks is never half updated. In all other cases
+        # `steps_done` stays None after a loss within the update.
         self.steps_done = None
         if not skipped:
             self.optimizer.step(rate, norm)
@@ -239,10 +240,10 @@ class Engine:
         """Run forward and backward of all microbatches. After the call, the buffer has the sum of
         the gradients of this rank's microbatches.
 
-        Return three values: the microbatches, which have their losses if this rank has the last
-        stage; the number of terms of each loss in the global batch, by name; and a factor. The
-        gradients in the buffer are the gradients of the mean loss, multiplied by this factor. The
-        factor is the loss scale of fp16. If the user has written the loss function, the factor is
+        Return (microbatches, counts, factor). The microbatches have their losses if this rank has
+        the last stage. `counts` has the number of terms of each loss in the global batch, by name.
+        The gradients in the buffer are the gradients of the mean loss, multiplied by the factor,
+        which is the loss scale of fp16. If the user has written the loss function, the factor is
         the loss scale times (number of terms of this loss / number of tokens).
         """
         # Count the terms first: each gradient is weighted by 1 / (valid tokens of the global batch)

@@ -99,7 +99,8 @@ class Balance:
             every[row, : self.model.experts] = mixture.counts
             for column, name in enumerate(names, self.model.experts):
                 every[row, column] = mixture.losses[name]
-        # ranks at the same position of the pipeline have the same layers
+        # sum over the ranks with the same layers first, then over the pipeline, whose other ranks
+        # have zeros in the rows of these layers
         self.axes[LOSSES].all_reduce(every)
         if self.routes_apart:
             self.axes[TENSOR].all_reduce(every)

@@ -203,8 +203,8 @@ class FileStorage(Storage):
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            # let the thread read the next row now; before that, the thread writes the row that used
-            # the same memory, because it works in the order of submission
+            # let the thread read the next row now; the thread works in the order of submission, so
+            # it first writes the earlier row that used the same memory
             if number + 1 < len(rows):
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()

@@ -102,10 +102,10 @@ class Optimizer:
     are not on the device, the host does the update, and `writes_weights` is True.
 
     If the run computes kernels of the kind "update" in Triton, AdamW's update is one pass over
-    memory, which also clips the gradients, writes the weights, and sets the gradients to zero. The
-    separate operations do the update in three cases: with another optimizer, if the host does the
-    update, and if replicas may differ, because such methods change the master weights after the
-    update, and use the memory of the gradients.
+    memory, which also clips the gradients, writes the weights, and sets the gradients to zero. In
+    three cases separate operations do the update instead: with another optimizer than AdamW, if the
+    host does the update, and if replicas may differ. (Data-parallel methods with different replicas
+    change the master weights after the update, and use the memory of the gradients.)
     """
 
     def __init__(
@@ -330,8 +330,8 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 
 def _rest(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of the flat tensor `whole` that are not in `parts`, which are parts of
-    `whole` that do not overlap."""
+    """Return views of the elements of the flat tensor `whole` that are not in `parts`. `parts` are
+    views of `whole` that do not overlap."""
     rest, end = list[Tensor](), 0
     for part in sorted(parts, key=Tensor.storage_offset):
         start = int(part.storage_offset() - whole.storage_offset())

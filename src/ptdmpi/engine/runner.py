@@ -111,7 +111,7 @@ class Runner:
         for place, action in enumerate(program):
             try:
                 self._act(work, action)
-            except SystemExit:  # in a module of the user's own; other ranks would wait forever
+            except SystemExit:  # a user's module ends the program; other ranks would wait
                 raise InputError(f"code in op {action} ends the program") from None
             except Exception as error:
                 error.add_note(_here(program, place))

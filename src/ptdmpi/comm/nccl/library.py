@@ -1,9 +1,9 @@
 """The interfaces to a communication library that uses streams, and their implementation for NCCL
 with NVIDIA's package `nccl4py`.
 
-The implementation makes no decisions. The callers decide which rank makes unique ids, in which
+The implementation only calls the library. Its callers decide which rank makes unique ids, in which
 order ranks connect, and which stream waits for which event. The callers therefore work with every
-library for which the interfaces are implemented.
+library that implements the interfaces.
 """
 
 import importlib

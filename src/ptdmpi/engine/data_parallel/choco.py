@@ -43,8 +43,9 @@ class Choco(Decentralized):
         self._copies: Tensor | None = None  # [neighbours, elements of the flat buffer]
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Send the compressed difference of this replica to its neighbours. Then move the weights
-        of this replica towards the public weights of its neighbours."""
+        """Send the compressed difference between this replica's weights and its public weights to
+        the neighbours. Then move the weights of this replica towards the public weights of its
+        neighbours."""
         # a rank that trains no parameter has no public weights, so it exchanges nothing
         if skipped or not self.state.kinds[PUBLIC].parts:
             return

@@ -21,9 +21,9 @@ from ptdmpi.plan.schedule.ops import Op
 class _Exchange:
     """An unfinished exchange of values with the neighbours in the graph. The tensor `own` is a
     slice of this rank's state; it belongs to the shard unit (a group of parameters, such as those
-    of a layer) with the number `number`. `terms` has a pair for this rank, and a pair for each
-    neighbour that sends to this rank. A pair has the index of the neighbour's values in `arrived`
-    (None for this rank), and the weight of the rank in the weighted sum.
+    of a layer) with the number `number`. `terms` has a pair (index, weight) for this rank, and one
+    for each neighbour that sends to this rank: the index of the rank's values in `arrived` (None
+    for this rank), and the rank's weight in the weighted sum.
     """
 
     number: int

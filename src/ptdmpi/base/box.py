@@ -105,8 +105,8 @@ class Box:
 
     def within(self, origin: "Box") -> "Box":
         """Return the same slice, with indices counted from the first element of the full tensor.
-        This method is the inverse of `relative`: it assumes that the indices of this object are
-        counted from the first element of `origin`."""
+        This method is the inverse of `relative`. The indices of this object must be counted from
+        the first element of `origin`."""
         return self._moved(origin, 1)
 
     def _moved(self, origin: "Box", sign: int) -> "Box":

@@ -42,8 +42,8 @@ def plugin(group: str, name: str) -> Any:
 
 
 def built_in(name: str) -> Any:
-    """Import and return an object of this package. `name` is "module:object", as in the tables of
-    features that are imported only when a run uses them."""
+    """Import and return an object of this package. `name` is "module:object". Tables of optional
+    features have such names, so that a feature is imported only when a run uses it."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -65,8 +65,8 @@ def of_run(directory: Path) -> list[Path]:
 
 
 def missing_newest(directory: Path, existing: Collection[Path]) -> list[str]:
-    """Return a text if the file `latest` names a checkpoint that is missing, and that is newer than
-    the `existing` checkpoints of the run; otherwise return an empty list."""
+    """If the file `latest` names a missing checkpoint that is newer than all `existing` checkpoints
+    of the run, return a list with a text that says so; otherwise return an empty list."""
     latest = directory / LATEST
     if not latest.is_file():
         return []
@@ -156,8 +156,8 @@ def publish(temporary: Path, damaged: Collection[str] = ()) -> Path:
 def give_name(temporary: Path, damaged: Collection[str]) -> Path:
     """Give a completely written checkpoint its final name, and return its path.
 
-    An older checkpoint with the same name is renamed. `point` removes it, unless its name is in
-    `damaged`.
+    An older checkpoint with the same name is renamed. Later `point` removes the older checkpoint,
+    unless its name is in `damaged`.
     """
     final = temporary.with_suffix("")
     if os.path.lexists(final):

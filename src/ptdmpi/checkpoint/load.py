@@ -24,8 +24,8 @@ Judge = Callable[[Path, Manifest], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
-    """Call `work` on rank 0 and return its result on every rank. If `work` fails, every rank raises
-    SharedInputError."""
+    """Call `work` on rank 0 and return its result on every rank. If `work` raises OSError or
+    InputError, every rank raises SharedInputError with this message."""
     result: tuple[T | None, str | None] = (None, None)
     if world.rank == 0:
         try:

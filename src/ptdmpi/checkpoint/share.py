@@ -18,7 +18,7 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     If replicas differ and `mean` is False, each replica is written under a separate name."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
-    # begin with the slices that the fewest ranks have
+    # every save has the same order: first the slices that the fewest ranks have
     ways = sorted({piece.cut_by for piece in owned})
     for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]

@@ -3,8 +3,8 @@ must offer to the rest of ptdmpi.
 
 A communicator is one rank's view of a group of ranks, such as an axis of the process grid. In a
 group of one rank the same code runs without communication. Tensors must be contiguous. A rank may
-begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the rank may
-do work that does not use x until it calls `wait` of this handle. All ranks begin the same
+begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle. Until the rank
+calls `wait` of this handle, the rank may do any work that does not use x. All ranks begin the same
 collectives in the same order.
 """
 

@@ -97,8 +97,8 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
 
 def end(launcher: int | None, reason: str) -> None:
     """Print the `reason` why the job ends, and terminate the launcher of the job. `launcher` is the
-    launcher's process id. If it is None, because no launcher is on this node, only print the
-    reason. If the launcher has already ended, do nothing."""
+    launcher's process id. If `launcher` is None, because no launcher is on this node, only print
+    the reason. If the launcher has already ended, do nothing."""
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)

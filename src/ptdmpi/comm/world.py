@@ -320,8 +320,9 @@ def fail_together(world: World) -> Iterator[None]:
             print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
-        # Ranks that read the same bytes fail in the same way. The lowest rank prints its error
-        # first, and ends all other ranks before they print theirs.
+        # Several ranks may fail in the same way, because they read the same file. Each rank waits
+        # longer than the ranks below it, so the lowest failed rank prints its error, and ends all
+        # other ranks before they print theirs.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         # a single rank exits without MPI_Abort, which would print additional lines

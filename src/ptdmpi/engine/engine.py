@@ -367,15 +367,16 @@ def _sums_early(config: Config, axes: Axes) -> bool:
     all-reduce sums). The result is True only for the data-parallel method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it
-    # continues with their state, so it needs the same shard units
+    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; the
+    # survivor continues with the state of these ranks, so its shard units must be the same as
+    # before
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts in the gradient norm.
-    There is such a parameter only if a tied embedding table is on two ranks: the first stage counts
-    the table, and the last stage does not."""
+    """Return the names of this rank's parameters that another rank counts in the gradient norm. The
+    only such parameter is a tied embedding table that is on two ranks: the rank with the first
+    stage counts the table, and the rank with the last stage does not."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:

@@ -72,8 +72,8 @@ class CopiedShares:
         """Sum the gradients of all copies by one all-reduce over the tensor axis.
 
         If each slice is on c of the t tensor ranks, there are t / c different slices. The message
-        contains all of them, and each rank sends zeros for the slices that it does not have. The
-        message is t / c times as long as an all-reduce among c ranks would need, but it is sent
+        contains all t / c slices, and each rank sends zeros for the slices that it does not have.
+        The message is t / c times as long as an all-reduce among c ranks would need, but it is sent
         only once per step and needs no further communicators.
         """
         tensor = self.tensor

@@ -127,8 +127,8 @@ class Balance:
     def update(self, loads: ExpertLoads, written: bool) -> None:
         """Update the balance numbers (one bias of the router for each expert) of this rank's
         layers. The balance numbers are part of the master weights. If `written` is True, the
-        optimizer has already copied the master weights to the weights, so this method writes the
-        weights, too."""
+        optimizer has already copied the master weights to the weights, so this method also writes
+        the weights."""
         tokens = loads.tokens
         total = tokens.sum(1, keepdim=True)
         above = tokens * self.model.experts - total

@@ -68,12 +68,12 @@ class HostUpdate:
     computes this update.
 
     If gradients are on a device, the host has page-locked memory for every gradient that this rank
-    uses. If the model computes with the master weights themselves, they are on the device, and the
-    host has page-locked memory for them, too. The copies of a step can therefore begin before the
-    host waits for the loss and the norm, and are complete when this wait is over. If weights are
-    fp16 or bf16, the host rounds the new weights before it sends them, which halves the bytes on
-    the link between host and device. The rounded weights overwrite their gradients in page-locked
-    memory, and are sent from there.
+    uses. If the model computes with the master weights themselves, the master weights are on the
+    device, and the host also has page-locked memory for them. The copies of a step can therefore
+    begin before the host waits for the loss and the norm, and are complete when this wait is over.
+    If weights are fp16 or bf16, the host rounds the new weights before it sends them, which halves
+    the bytes on the link between host and device. The rounded weights overwrite their gradients in
+    page-locked memory, and are sent from there.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:

@@ -135,7 +135,8 @@ class Optimizer:
         self._groups_are_zero = False
 
     def compute_by(self, kernels: Kernels) -> None:
-        """Use `kernels` for matrix products and, if it can, for the update from now on."""
+        """From now on, use `kernels` for matrix products. If possible, also use the kernel that
+        does AdamW's update in one pass."""
         self._muon.kernels = kernels
         differs = self.state.kinds[WEIGHTS].kept.differs
         able = self.config.has_one_pass and self._host is None and not differs
@@ -143,7 +144,7 @@ class Optimizer:
 
     @property
     def writes_weights(self) -> bool:
-        """Return True if `step` writes this rank's weights, too, and not only its master
+        """Return True if `step` writes not only the master weights, but also this rank's
         weights."""
         return self._host is not None or self._in_one_pass
 
@@ -159,9 +160,9 @@ class Optimizer:
         self._groups_are_zero = False
 
     def expect(self, scale: float) -> None:
-        """Divide the gradients by `scale`, the factor by which the gradient of the mean loss was
-        multiplied (it includes the loss scale). If the host does the update, begin to copy the
-        inputs of the update from the device."""
+        """Divide the gradients by `scale`. The buffer has the gradients of the mean loss multiplied
+        by this factor, which includes the loss scale. If the host does the update, begin to copy
+        the inputs of the update from the device."""
         if scale != 1.0:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)

@@ -177,8 +177,8 @@ class Runner:
         handle, buffer, peer = self._arriving.pop(source)
         with watch.span("receive", str(source), peer):
             handle.wait()
-        # if a message is not scattered over the tensor ranks, it needs no gather after it arrives,
-        # so no span for a gather is recorded
+        # a message that is not scattered over the tensor ranks needs no gather, so record no span
+        # for a gather
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         with watch.span("gather", str(source)):

@@ -166,8 +166,9 @@ class Nccl:
 
 
 class NcclConnection:
-    """One communicator of NCCL. It is never destroyed by a call, because all ranks would have to
-    destroy it together. It is freed at the end of the process, or by `abort` after an error."""
+    """One communicator of NCCL. No call destroys the communicator, because all ranks would have to
+    destroy it together. `abort` frees the communicator after an error; otherwise it is freed at the
+    end of the process."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core

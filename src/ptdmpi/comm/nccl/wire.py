@@ -98,8 +98,8 @@ class Line:
         # the queue at the same time
         for what, computed, ended in list(self._placed):
             if not ended.query():
-                # the host may issue an operation long before the device begins it; while the device
-                # still computes, it has not begun the operation
+                # the host may issue an operation long before the device begins the operation; until
+                # the mark `computed` is passed, the device is busy with earlier computations
                 return what if computed.query() else ""
         return ""
 

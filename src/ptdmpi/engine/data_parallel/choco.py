@@ -67,8 +67,8 @@ class Choco(Decentralized):
             public += own
             place.write(PUBLIC, public)
             pulled = x.new_zeros(x.shape)
-            # multiply each difference by its weight in one kernel, and add it in another kernel, in
-            # ascending order of ranks; `_Exchange.finish` in `decentralized` gives the reason
+            # multiply each difference by its weight in one kernel, and add the products in another
+            # kernel, in ascending order of ranks; `decentralized._Exchange.finish` gives the reason
             for peer, weight, code, known in zip(
                 graph.sources, weights, arrived, self._copies, strict=True
             ):

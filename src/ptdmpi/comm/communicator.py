@@ -315,7 +315,8 @@ class Communicator(WireTraits, ABC):
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Call `work(*arguments)`, time it (see `count`), and return its result. During the call,
-        `busy` is `name`, the name of the collective; if the call fails, `busy` keeps this name."""
+        `busy` is `name`, the name of the collective. If the call fails, `busy` keeps this name, so
+        that reports can name the collective."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None

@@ -30,8 +30,8 @@ RatesOf = Callable[[Entry], tuple[float, float]]
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (0-based) of `steps`: linear warm-up, then decay to
-    the minimum.
+    """Return the learning rate of step `step` (0-based) of `steps`: linear warm-up, then a decay to
+    the minimum, or the constant peak rate.
 
     In a warm-up of w steps, step w - 1 is the first step at the peak rate. The cosine decay uses
     the closed form of PyTorch's CosineAnnealingLR, and yields bitwise the same rates. With "wsd"
@@ -77,9 +77,9 @@ class LossScale:
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:
-        """Halve the loss scale if `overflow` is True. Otherwise double it if this is the
-        `window`-th step without overflow since the last change. Do nothing unless the precision is
-        fp16."""
+        """Halve the loss scale if `overflow` is True, but not below 1. Otherwise double the loss
+        scale if this is the `window`-th step without overflow since the last change. Do nothing
+        unless the precision is fp16."""
         if not self.dynamic:
             return
         counters = self.counters

@@ -113,7 +113,7 @@ class Library(Protocol):
         """Return the stream of the calling thread's computations."""
 
     def reaches(self, flat: Tensor) -> bool:
-        """Return True if the library can send this tensor, which depends on its device."""
+        """Return True if the tensor is on a device from which the library can send."""
 
 
 class Nccl:

@@ -27,8 +27,8 @@ ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 class Queued:
     """An operation in a connection's stream. The object keeps references to the operation's tensors
-    until `wait` is called. Otherwise their memory could be reused before the operation has used
-    it."""
+    until `wait` is called. Otherwise torch could reuse the memory of these tensors while the
+    operation still needs it."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
         self._line = line

@@ -315,8 +315,7 @@ class Communicator(WireTraits, ABC):
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Call `work(*arguments)`, time it (see `count`), and return its result. During the call,
-        `busy` is `name`, the name of the collective. If the call fails, `busy` keeps this name, so
-        that reports can name the collective."""
+        and after a failure of the call, `busy` is the collective's `name`, for reports."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -417,9 +416,8 @@ class _All:
 class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
-    This class uses sends and receives, which every transport has. A transport that has collectives
-    for graphs, such as MPI, defines a subclass. In tallies and in `busy`, an exchange has the name
-    "neighbours".
+    This class uses sends and receives, which every transport has. A transport with collectives for
+    graphs has a subclass. In tallies and in `busy`, an exchange has the name "neighbours".
     """
 
     def __init__(

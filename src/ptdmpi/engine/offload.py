@@ -261,8 +261,9 @@ def storage_of(config: Config, device: torch.device) -> Storage:
 
 
 def with_room(world: Communicator, config: Config, work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return its result. If the disk has no space for a file of one
-    rank, raise SharedInputError on all ranks."""
+    """Run `work` on every rank and return its result. With `parallel.offload = "disk"`, raise
+    SharedInputError on all ranks if `work` raises OSError on any rank, for example because the disk
+    is full."""
     if config.parallel.offload != "disk":
         return work()
     made: list[T] = []

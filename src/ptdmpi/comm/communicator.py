@@ -85,7 +85,7 @@ class Communicator(WireTraits, ABC):
         self.busy = ""
         self._waits: Total | None = None
         self.under_way: set[_UnderWay] = set()
-        # MPI communicators that were made from `control`; all of them are revoked together
+        # MPI communicators made from `control`; if a rank is lost, all of them are revoked together
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:

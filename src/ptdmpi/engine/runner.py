@@ -96,10 +96,10 @@ class Runner:
         microbatches: Sequence[MicrobatchPass],
         watch: Stopwatch,
     ) -> None:
-        """Execute `program`, this rank's part of `schedule`. The microbatch of an op is an index
-        into `microbatches`, which contain their losses afterwards. `watch` records the time spans
-        of the actions. If an action raises an exception, a note with the position in the program is
-        added to the exception.
+        """Execute `program`, this rank's part of `schedule`. An op names its microbatch by an index
+        into `microbatches`. After the call, the microbatches contain their losses. `watch` records
+        the time spans of the actions. If an action raises an exception, a note with the position in
+        the program is added to the exception.
         """
         work = _Work(schedule, microbatches, watch)
         for stage in self.stages.values():

@@ -16,9 +16,9 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
     """Yield slices that together contain the elements with the numbers `start` <= i < `stop` of a
     tensor with this shape. The elements are numbered in row-major order, and the slices are in
     ascending order. For a matrix, there are at most three slices: the end of the first row, all
-    complete rows, and the beginning of the last row. In a tensor with more than two dims, a row
-    (one index of dim 0) is a tensor itself. If only a part of a row is wanted, the row is divided
-    by the same rule."""
+    complete rows, and the beginning of the last row. In a tensor with more than two dims, each row
+    (index of dim 0) is a tensor of shape `shape[1:]`. If only a part of a row is wanted, the slices
+    of this part are found in the same way."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -105,8 +105,8 @@ class Box:
 
     def within(self, origin: "Box") -> "Box":
         """Return the same slice, with indices counted from the first element of the full tensor.
-        This method is the inverse of `relative`: it assumes that the indices of this object are
-        counted from the first element of `origin`."""
+        This method is the inverse of `relative`. The indices of this object must be counted from
+        the first element of `origin`."""
         return self._moved(origin, 1)
 
     def _moved(self, origin: "Box", sign: int) -> "Box":

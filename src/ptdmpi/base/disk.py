@@ -103,12 +103,12 @@ def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
         _require_file(path, path.stat())
 
     def at_once(name: str, flags: int) -> int:
-        """Open the file with O_NONBLOCK. A pipe may have replaced the file after the check above,
-        and without O_NONBLOCK opening a pipe could wait forever."""
+        """Open the file with O_NONBLOCK. A pipe may have replaced the file since the check above,
+        and opening a pipe could wait forever without O_NONBLOCK."""
         try:
             return os.open(name, flags | os.O_NONBLOCK, 0o666)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # a pipe that nobody reads
+            if error.errno == errno.ENXIO:  # a pipe that no process reads
                 _require_file(path, path.stat())
             raise
 

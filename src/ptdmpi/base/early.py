@@ -22,8 +22,8 @@ INTERRUPTED = 130
 
 class EndOnInterrupt:
     """The handler of SIGINT during imports. It prints one line and ends the process at once. It
-    does not raise KeyboardInterrupt, because a module that is being imported may replace it by
-    another exception."""
+    does not raise KeyboardInterrupt, because a module that is being imported may catch
+    KeyboardInterrupt and raise another exception."""
 
     def __init__(self, program: str) -> None:
         self._line = f"{program}: interrupted\n".encode()
@@ -65,7 +65,7 @@ def _open_missing_streams() -> None:
         if getattr(sys, name) is None:
             # the smallest free number, which is the number of the missing stream
             number = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(number, True)  # child processes get this stream, too
+            os.set_inheritable(number, True)  # child processes inherit the stream
             setattr(sys, name, os.fdopen(number, mode))
 
 

@@ -31,8 +31,8 @@ class FileLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # any other error means that this file system does not support locks, so every process
-            # gets the lock
+            # an error that is not in `_HELD` means that this file system does not support locks, so
+            # every process gets the lock
             if error.errno in _HELD:
                 return False
         holder = f"process {os.getpid()} on {socket.gethostname()}"
@@ -61,8 +61,8 @@ class FileLock:
             return False
 
     def close(self) -> None:
-        """Release the lock. The file is not removed: if it were, two processes could hold locks at
-        the same time, one on the removed file and one on a new file of the same name."""
+        """Release the lock. The file is not removed. Otherwise two processes could hold locks at
+        the same time: one on the removed file, and one on a new file of the same name."""
         os.close(self._file)
 
     def __enter__(self) -> Self:

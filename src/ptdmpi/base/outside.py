@@ -11,10 +11,12 @@ from contextlib import contextmanager
 
 from ptdmpi.base.errors import InputError
 
-LOOP = "Symlink loop from "  # `Path.resolve` of Python 3.11 and 3.12 raises RuntimeError
+# For a loop of symbolic links, `Path.resolve` of Python 3.11 and 3.12 raises a RuntimeError whose
+# text begins like this.
+LOOP = "Symlink loop from "
 PACKAGES = ("ptdmpi", "data_prep")
-# Path errors that the user can correct, which are reported as bad input. A full or broken disk is
-# reported as a failure.
+# The numbers of path errors that the user can correct. These errors are reported as bad input (exit
+# code 2). Other errors, such as a full or broken disk, are reported as failures (exit code 1).
 MENDABLE = {
     errno.EACCES,
     errno.EPERM,

@@ -42,8 +42,8 @@ def plugin(group: str, name: str) -> Any:
 
 
 def built_in(name: str) -> Any:
-    """Import and return an object of this package. `name` is "module:object", as in the tables of
-    features that are imported only when a run uses them."""
+    """Import and return an object of this package. `name` is "module:object". Tables of optional
+    features have such names, so that a feature is imported only when a run uses it."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -57,8 +57,8 @@ def is_plugin(group: str, name: str) -> bool:
 
 class _Directory:
     """The working directory of the process while the user's code runs, in one or several threads.
-    The first context that is entered determines the directory. It is held open, so that it can be
-    restored even if it has been removed."""
+    The first context that is entered opens the directory. The directory stays open until the last
+    context is left, so that each context can restore it even if the user's code has removed it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ def _usable(group: str, name: str) -> Any:
     if not callable(value):
         kind = type(value).__name__
         raise InputError(f"{name} is of the type {kind}; legal: a function or a class")
-    if group == "optimizers":  # only its methods are called
+    if group == "optimizers":  # only methods of an optimizer are called
         return value
     try:
         inspect.signature(value).bind(None)

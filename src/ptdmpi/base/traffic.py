@@ -2,9 +2,10 @@
 computed by closed formulas.
 
 Counted and computed bytes follow the same convention. The convention does not depend on the
-transport, or on the algorithm of a collective. For a collective on x bytes of tensors, it counts
-the bytes that each of n ranks must send on average (Thakur et al. 2005, section 4). For large n, an
-all-reduce counts 2 x bytes, as in Rajbhandari et al. 2020 (arXiv 1910.02054, section 7).
+transport, or on the algorithm of a collective. For a collective on x bytes of tensors, the
+convention counts the bytes that each of n ranks must send on average (Thakur et al. 2005, section
+4). For large n, an all-reduce counts almost 2 x bytes, as in Rajbhandari et al. 2020 (arXiv
+1910.02054, section 7).
 
     all_reduce      2 x (n - 1) / n     each rank has x bytes before the call
     all_gather        x (n - 1) / n     each rank has x bytes after the call
@@ -22,7 +23,8 @@ agree whether a stop or save was requested), and the reports by which rank 0 mon
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# The factor f in the formula f x (n - 1) / n for the bytes of each collective.
+# For these collectives, f x (n - 1) / n bytes are counted. The table has the factor f of each
+# collective.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 

@@ -136,9 +136,9 @@ class Reader:
 
     If a whole piece is read, the reader also compares the bytes with the checksum of the piece. The
     array `checked` has one entry for each piece in `pieces`: 1 if the piece was compared with its
-    checksum, 0 if not. A tensor may be stored separately for each replica. Then `means` maps its
-    name to the names of the stored tensors, and a read of the tensor returns their mean
-    (`Manifest.means`). Threads must not share a reader.
+    checksum, 0 if not. If a tensor is stored separately for each replica, `means` maps the tensor's
+    name to the names of the stored tensors (`Manifest.means`). Reading the tensor then returns the
+    mean of the stored tensors. Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:

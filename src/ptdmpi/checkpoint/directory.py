@@ -65,8 +65,8 @@ def of_run(directory: Path) -> list[Path]:
 
 
 def missing_newest(directory: Path, existing: Collection[Path]) -> list[str]:
-    """Return a text if the file `latest` names a checkpoint that is missing, and that is newer than
-    the `existing` checkpoints of the run; otherwise return an empty list."""
+    """If the file `latest` names a missing checkpoint that is newer than all `existing` checkpoints
+    of the run, return a list with a text that says so; otherwise return an empty list."""
     latest = directory / LATEST
     if not latest.is_file():
         return []
@@ -81,8 +81,9 @@ def missing_newest(directory: Path, existing: Collection[Path]) -> list[str]:
 
 def named(path: Path) -> Path:
     """Return the checkpoint that a user names by its path, or by the file `latest` or `best`. If
-    RUN/best does not exist, it means RUN/checkpoints/best; RUN/latest is treated in the same way.
-    Raise InputError if the file names no checkpoint, or if the run has no best checkpoint."""
+    RUN/best does not exist, the path RUN/best stands for RUN/checkpoints/best. In the same way,
+    RUN/latest stands for RUN/checkpoints/latest. Raise InputError if the file names no checkpoint,
+    or if the run has no best checkpoint."""
     if path.name in (LATEST, BEST) and not path.exists():
         inside = path.parent / "checkpoints" / path.name
         if (
@@ -155,8 +156,8 @@ def publish(temporary: Path, damaged: Collection[str] = ()) -> Path:
 def give_name(temporary: Path, damaged: Collection[str]) -> Path:
     """Give a completely written checkpoint its final name, and return its path.
 
-    An older checkpoint with the same name is renamed. `point` removes it, unless its name is in
-    `damaged`.
+    An older checkpoint with the same name is renamed. Later `point` removes the older checkpoint,
+    unless its name is in `damaged`.
     """
     final = temporary.with_suffix("")
     if os.path.lexists(final):
@@ -257,7 +258,8 @@ def superfluous(
         if not keep:
             return
         regular = keep_every and step_of(path) % keep_every == 0
-        # do not read the manifest of a checkpoint that is kept in any case: there may be many
+        # do not read the manifest of a checkpoint that is kept in any case, because a run may have
+        # many such checkpoints
         if kept >= keep and (regular or path in spared):
             continue
         if path.name in damaged or not is_sound(path):
@@ -285,7 +287,7 @@ def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except OSError as error:
-        # rmtree gives the name of a file without its folder
+        # the error of `rmtree` may name a file without its folder, so name the full path
         whole = path / (error.filename or "")
         raise OSError(error.errno, error.strerror, str(whole)) from None
 

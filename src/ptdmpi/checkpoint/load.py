@@ -24,8 +24,8 @@ Judge = Callable[[Path, Manifest], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
-    """Call `work` on rank 0 and return its result on every rank. If `work` fails, every rank raises
-    SharedInputError."""
+    """Call `work` on rank 0 and return its result on every rank. If `work` raises OSError or
+    InputError, every rank raises SharedInputError with this message."""
     result: tuple[T | None, str | None] = (None, None)
     if world.rank == 0:
         try:
@@ -135,9 +135,9 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        # If `read` is `read_manifest`, nothing checks that all files exist: a node may have only
-        # the files that its own ranks read. Any other `read` calls `sound_manifest`, which checks
-        # that all files exist, and every node must then see all files.
+        # `read_manifest` does not check that all files exist, so a node may have only the files
+        # that its own ranks read. Any other `read` calls `sound_manifest`. It checks that all files
+        # exist, so every node must see all files.
         shared = read is not read_manifest
         wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
         damage = _filled(reader, state, world, wanted)

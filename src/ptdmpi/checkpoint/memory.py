@@ -208,8 +208,8 @@ class MemoryCopies:
         return _first(held[name].manifest for held in self._holdings if name in held)
 
     def _holder(self, name: str, file: str, size: int) -> int | None:
-        """Return the first rank whose node has `file` of the copy `name` with `size` bytes. Return
-        None if no node has the complete file."""
+        """Return the rank that leads the first node with the complete `file` (`size` bytes) of the
+        copy `name`. Return None if no node has the complete file."""
         for rank, held in enumerate(self._holdings):
             if name in held and held[name].sizes.get(file) == size:
                 return rank

@@ -93,10 +93,10 @@ class Resumption:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
         the disk. Return the progress of the copy, or None if no copy was loaded.
 
-        The copy was made after an earlier start of the same job. At that start, training may have
-        begun from the initial weights, or from the checkpoint that `checkpoint.resume = wanted`
-        names. If that start saved no checkpoint to the disk, the run directory may still have
-        checkpoints that the run does not continue. The next save renames these checkpoints.
+        An earlier start of the same job has made the copy. That start may have begun from the
+        initial weights (`wanted` is "never"), or from a checkpoint of another run, and may have
+        saved no checkpoint to the disk. The run directory may then still have checkpoints that are
+        not part of the run's history. The next save renames these checkpoints.
         """
         step = copies.find()
         if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):

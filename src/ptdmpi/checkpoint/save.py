@@ -169,10 +169,10 @@ class Checkpoints:
     def save(self, step: int) -> list[Saved]:
         """Write a checkpoint of the state after `step` steps. Return the saves that are complete.
 
-        If an earlier save is still in progress, this method completes it first, and returns it,
-        too. If `checkpoint.asynchronous` is True, the state is copied, a thread writes the copy,
-        and later calls of `poll` complete the save. Raise SaveFailed if a rank could not write; the
-        files of the failed save are then removed.
+        If an earlier save is still in progress, this method first completes the earlier save, and
+        also returns it. If `checkpoint.asynchronous` is True, the state is copied, a thread writes
+        the copy, and later calls of `poll` complete the save. Raise SaveFailed if a rank could not
+        write; the files of the failed save are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()

@@ -18,7 +18,7 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     If replicas differ and `mean` is False, each replica is written under a separate name."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
-    # begin with the slices that the fewest ranks have
+    # every save has the same order: first the slices that the fewest ranks have
     ways = sorted({piece.cut_by for piece in owned})
     for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]
@@ -32,9 +32,9 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
 def divide(
     shapes: Sequence[tuple[int, ...]], element_bytes: int, holders: int, place: int
 ) -> Iterator[tuple[int, slice]]:
-    """Divide slices among `holders` ranks, each of which has a copy of all of them. `place` is the
-    number of this rank among them, from 0. Yield (number of a slice, range of its rows) for all
-    rows that this rank writes. `shapes` has the shapes of the slices.
+    """Divide slices among `holders` ranks that all have copies of these slices. `place` is the
+    number of this rank among these ranks, from 0. Yield (number of a slice, range of its rows) for
+    all rows that this rank writes. `shapes` has the shapes of the slices.
 
     The bytes of all slices, one slice after the other, form one sequence. The sequence is cut into
     `holders` equal sections, one for each rank. A rank writes each row (index of dim 0) that begins

@@ -105,8 +105,8 @@ class _DeviceMark:
 
 class DeviceClock:
     """The clock of a device. A mark is an event in the device's current stream. The time of a mark
-    is the sum of two times: the host's time at which the host last waited for the device, and the
-    time that the device measures from that moment to the mark."""
+    is a sum: the host's time when the host last waited for the device before the mark (`settle`),
+    plus the time that the device measures from then to the mark."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -3,8 +3,8 @@ must offer to the rest of ptdmpi.
 
 A communicator is one rank's view of a group of ranks, such as an axis of the process grid. In a
 group of one rank the same code runs without communication. Tensors must be contiguous. A rank may
-begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the rank may
-do work that does not use x until it calls `wait` of this handle. All ranks begin the same
+begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle. Until the rank
+calls `wait` of this handle, the rank may do any work that does not use x. All ranks begin the same
 collectives in the same order.
 """
 
@@ -85,7 +85,7 @@ class Communicator(WireTraits, ABC):
         self.busy = ""
         self._waits: Total | None = None
         self.under_way: set[_UnderWay] = set()
-        # MPI communicators that were made from `control`; all of them are revoked together
+        # MPI communicators made from `control`; if a rank is lost, all of them are revoked together
         self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
@@ -315,7 +315,7 @@ class Communicator(WireTraits, ABC):
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Call `work(*arguments)`, time it (see `count`), and return its result. During the call,
-        `busy` is `name`, the name of the collective; if the call fails, `busy` keeps this name."""
+        and after a failure of the call, `busy` is the collective's `name`, for reports."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -416,8 +416,8 @@ class _All:
 class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to this rank, or receive from it.
 
-    This class uses sends and receives, which every transport has. A transport that supports graphs
-    has a subclass. In tallies and in `busy`, an exchange has the name "neighbours".
+    This class uses sends and receives, which every transport has. A transport with collectives for
+    graphs has a subclass. In tallies and in `busy`, an exchange has the name "neighbours".
     """
 
     def __init__(

@@ -51,8 +51,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     # cron, systemd and some containers do not set HOME, and Open MPI needs it
     if "HOME" not in environ:
         environ["HOME"] = str(home_folder(environ))
-    # Lustre and GPFS often refuse the locks that HDF5 requests. Shards are only read, so they need
-    # no locks.
+    # Lustre and GPFS often refuse the locks that HDF5 requests. Ranks need no locks, because they
+    # only read HDF5 files.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
     # GPU-aware MPI together with NCCL can deadlock on Cray. ptdmpi never passes GPU buffers to MPI,
     # so it does not need GPU-aware MPI.

@@ -23,8 +23,8 @@ LOOK_S = 0.5  # pause in seconds between two checks of the ranks.
 # Time limit in seconds for the launcher to start all ranks of a node; the launcher needs some
 # milliseconds for each rank.
 COMPLETE_S = 10.0
-# Time limit in seconds for MPI_Init. If a whole node fails, its watchers fail, too. Then the
-# watchers of the other nodes end the job, when this limit is over.
+# Time limit in seconds for MPI_Init. If a whole node fails, its watchers fail with it. The watchers
+# of the other nodes do not see this failure, so they end the job only when this limit is over.
 LIMIT_S = 600.0
 TURN_S = 2.0  # delay in seconds between the watchers of a node, which act one after the other
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prte", "prted")
@@ -97,8 +97,8 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
 
 def end(launcher: int | None, reason: str) -> None:
     """Print the `reason` why the job ends, and terminate the launcher of the job. `launcher` is the
-    launcher's process id. If it is None, because no launcher is on this node, only print the
-    reason. If the launcher has already ended, do nothing."""
+    launcher's process id. If `launcher` is None, because no launcher is on this node, only print
+    the reason. If the launcher has already ended, do nothing."""
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)

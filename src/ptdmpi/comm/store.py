@@ -144,7 +144,7 @@ class _Server:
                 if what != "leave":
                     self._answer(what, arguments, status.Get_source(), tag)
         except MPI.Exception:
-            return  # A rank is lost. Ranks that continue make a new store.
+            return  # a rank is lost; if the other ranks continue, they make a new store
 
     def _answer(self, what: str, arguments: tuple[Any, ...], rank: int, tag: int) -> None:
         if what == "wait":

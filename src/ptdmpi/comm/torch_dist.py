@@ -1,9 +1,9 @@
-"""The `torch` transport. Its groups are process groups of torch.distributed, on every device for
-which torch.distributed has a communication library.
+"""The `torch` transport, which sends tensors through process groups of torch.distributed. It works
+on every device for which torch.distributed has a communication library.
 
-The library is RCCL (which torch names "nccl") on AMD's GPUs, and gloo on the host. The groups have
-the same ranks as the MPI communicators. To start torch.distributed, ranks exchange messages over
-MPI.
+The library is RCCL (which torch names "nccl") on AMD's GPUs, and gloo on the host. Each process
+group has the same ranks as an MPI communicator. While torch.distributed starts, the ranks exchange
+messages over MPI.
 """
 
 import atexit

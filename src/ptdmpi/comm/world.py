@@ -33,7 +33,8 @@ from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
 
 T = TypeVar("T")
-# Errors of a write to stdout or stderr: a closed pipe, a full disk or quota, a broken disk.
+# Error numbers of a failed write to stdout or stderr: a closed pipe, a full disk or quota, a broken
+# disk.
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -290,8 +291,9 @@ def end_together(world: World) -> None:
         if world.size == 1 and not isinstance(error, InputError):
             usual(kind, error, trace)
             return
-        # If torch.distributed has been started, its excepthook calls this function with another
-        # `sys.stderr`, whose contents it would print only after the abort.
+        # If torch.distributed has been started, its excepthook redirects `sys.stderr` to a buffer,
+        # calls this function, and would print the buffer only after the abort. So print to the
+        # original stderr.
         with contextlib.redirect_stderr(stderr), fail_together(world):
             raise error
 
@@ -318,8 +320,9 @@ def fail_together(world: World) -> Iterator[None]:
             print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
-        # Ranks that read the same bytes fail in the same way. The lowest rank prints its error
-        # first, and ends all other ranks before they print theirs.
+        # Several ranks may fail in the same way, because they read the same file. Each rank waits
+        # longer than the ranks below it, so the lowest failed rank prints its error, and ends all
+        # other ranks before they print theirs.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         # a single rank exits without MPI_Abort, which would print additional lines
@@ -358,6 +361,6 @@ def _of_a_file(error: BaseException) -> tuple[str, int]:
 
 def _is_of_output(error: OSError) -> bool:
     """Return True if `error` comes from a write to stdout or stderr: the program that reads the
-    output has ended, or the disk is full or broken. Errors of other files are recognized by the
-    file name that they contain."""
+    output has ended, or the disk is full or broken. An error of any other file contains the name of
+    the file."""
     return error.filename is None and error.errno in OUTPUT_ERRORS

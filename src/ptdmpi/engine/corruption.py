@@ -94,9 +94,9 @@ class Verification:
         self._changed: list[tuple[str, str]] = []
 
     def before_reduction(self, step: int) -> None:
-        """Compare this rank's hashes of the tensors that the reduction of gradients changes with
-        those after the last update, if step + 1 is a multiple of `every`. `before_update` reports
-        the differences. Step `step` counts from 0."""
+        """If step + 1 is a multiple of `every`, check the tensors that the reduction of gradients
+        will change: compare this rank's hashes of these tensors with the hashes after the last
+        update. `before_update` reports the differences. Steps count from 0."""
         self._changed = []
         if self._known is not None and (step + 1) % self.every == 0:
             known = self._known
@@ -188,10 +188,11 @@ def hash_of(values: Tensor) -> Tensor:
     """Return a hash of the bytes of a flat tensor: one int64 on its device, computed in one pass
     over the memory.
 
-    The tensor is treated as a matrix of 8-byte words with COLUMNS columns. The words of each column
-    are added up modulo 2^64, and the sums are mixed to one number. A single flipped bit changes the
-    sum of one column, and so always changes the hash. Several changes stay undetected if they leave
-    all sums unchanged, for example if two words of one column are exchanged.
+    The tensor is treated as a matrix of words with COLUMNS columns. A word has 8 bytes, or 1 byte
+    if the size of the tensor in bytes is not a multiple of 8. The words of each column are added up
+    modulo 2^64, and the sums are mixed to one number. A single flipped bit changes the sum of one
+    column, and so always changes the hash. Several changes stay undetected if they leave all sums
+    unchanged, for example if two words of one column are exchanged.
     """
     data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
     whole = data.numel() // COLUMNS * COLUMNS

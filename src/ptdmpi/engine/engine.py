@@ -211,9 +211,10 @@ class Engine:
         Return the consensus distance (of the replicas from their mean) if replicas may differ and
         the run measures this distance in this step; otherwise return None."""
         self.verification.before_update(step)
-        # If replicas are equal, no message is sent from here to the end of the update. A rank
-        # therefore updates its state completely or not at all. So if a rank is lost, the state of
-        # the surviving ranks is never half updated.
+        # If replicas are equal and Muon exchanges no matrices, no message is sent from here to the
+        # end of the update. A rank therefore updates its state completely or not at all. So if a
+        # rank is lost, the state of the surviving ranks is never half updated. In all other cases
+        # `steps_done` stays None after a loss within the update.
         self.steps_done = None
         if not skipped:
             self.optimizer.step(rate, norm)
@@ -239,10 +240,10 @@ class Engine:
         """Run forward and backward of all microbatches. After the call, the buffer has the sum of
         the gradients of this rank's microbatches.
 
-        Return three values: the microbatches, which have their losses if this rank has the last
-        stage; the number of terms of each loss in the global batch, by name; and a factor. The
-        gradients in the buffer are the gradients of the mean loss, multiplied by this factor. The
-        factor is the loss scale of fp16. If the user has written the loss function, the factor is
+        Return (microbatches, counts, factor). The microbatches have their losses if this rank has
+        the last stage. `counts` has the number of terms of each loss in the global batch, by name.
+        The gradients in the buffer are the gradients of the mean loss, multiplied by the factor,
+        which is the loss scale of fp16. If the user has written the loss function, the factor is
         the loss scale times (number of terms of this loss / number of tokens).
         """
         # Count the terms first: each gradient is weighted by 1 / (valid tokens of the global batch)
@@ -366,15 +367,16 @@ def _sums_early(config: Config, axes: Axes) -> bool:
     all-reduce sums). The result is True only for the data-parallel method `all_reduce`."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; it
-    # continues with their state, so it needs the same shard units
+    # with on_failure = "shrink" a single rank may be the last survivor of several ranks; the
+    # survivor continues with the state of these ranks, so its shard units must be the same as
+    # before
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts in the gradient norm.
-    There is such a parameter only if a tied embedding table is on two ranks: the first stage counts
-    the table, and the last stage does not."""
+    """Return the names of this rank's parameters that another rank counts in the gradient norm. The
+    only such parameter is a tied embedding table that is on two ranks: the rank with the first
+    stage counts the table, and the rank with the last stage does not."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:

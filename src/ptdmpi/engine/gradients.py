@@ -72,17 +72,17 @@ class CopiedShares:
         """Sum the gradients of all copies by one all-reduce over the tensor axis.
 
         If each slice is on c of the t tensor ranks, there are t / c different slices. The message
-        contains all of them, and each rank sends zeros for the slices that it does not have. The
-        message is t / c times as long as an all-reduce among c ranks would need, but it is sent
+        contains all t / c slices, and each rank sends zeros for the slices that it does not have.
+        The message is t / c times as long as an all-reduce among c ranks would need, but it is sent
         only once per step and needs no further communicators.
         """
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                # If this rank's shard has no elements of the slice, the shards of the other tensor
-                # ranks have none, either, because all tensor ranks divide their state equally among
-                # the ranks of their shard groups.
+                # All tensor ranks divide their state in the same way among the ranks of their shard
+                # groups. So if this rank's shard has no elements of the slice, no tensor rank of
+                # this all-reduce has any, and no message is needed.
                 if not views:
                     continue
                 local = torch.cat([view.flatten() for view in views])
@@ -128,8 +128,8 @@ class GradientReduction:
     """All work between the last backward op of a step and the optimizer.
 
     `steps` are executed in their order. `counted` has the names of the parameters whose norm this
-    rank counts. A rank counts all its parameters, except the second copy of a tied table, which the
-    first stage counts.
+    rank counts. A rank counts all its parameters, except that the last stage does not count its
+    copy of a tied table, which the first stage counts.
     """
 
     def __init__(

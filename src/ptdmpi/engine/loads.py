@@ -99,7 +99,8 @@ class Balance:
             every[row, : self.model.experts] = mixture.counts
             for column, name in enumerate(names, self.model.experts):
                 every[row, column] = mixture.losses[name]
-        # ranks at the same position of the pipeline have the same layers
+        # sum over the ranks with the same layers first, then over the pipeline, whose other ranks
+        # have zeros in the rows of these layers
         self.axes[LOSSES].all_reduce(every)
         if self.routes_apart:
             self.axes[TENSOR].all_reduce(every)
@@ -126,8 +127,8 @@ class Balance:
     def update(self, loads: ExpertLoads, written: bool) -> None:
         """Update the balance numbers (one bias of the router for each expert) of this rank's
         layers. The balance numbers are part of the master weights. If `written` is True, the
-        optimizer has already copied the master weights to the weights, so this method writes the
-        weights, too."""
+        optimizer has already copied the master weights to the weights, so this method also writes
+        the weights."""
         tokens = loads.tokens
         total = tokens.sum(1, keepdim=True)
         above = tokens * self.model.experts - total

@@ -15,7 +15,7 @@ class GradientNoise:
     gradient, and `variance` estimates tr(Sigma), the trace of the covariance of one token's
     gradient. Both estimates may be negative by chance. Users should therefore average each estimate
     over many steps, and compute the noise scale B_simple = tr(Sigma) / |G|^2, in tokens, from the
-    two means (section 2.2, equation 2.9).
+    two means (McCandlish et al., section 2.2, equation 2.9).
     """
 
     square: float
@@ -57,8 +57,8 @@ def gradient_noise(
     one part.
 
     The estimate follows from E|G_B|^2 = |G|^2 + tr(Sigma) / B for the mean gradient G_B over B
-    tokens (appendix A.1, equations A.1 and A.2). If the parts have different numbers of tokens B,
-    1 / B is replaced by its mean over the parts.
+    tokens (McCandlish et al., appendix A.1, equations A.1 and A.2). If the parts have different
+    numbers of tokens B, 1 / B is replaced by its mean over the parts.
     """
     if len(parts) < 2 or not all(count for _, count in parts):
         return None

@@ -68,12 +68,12 @@ class HostUpdate:
     computes this update.
 
     If gradients are on a device, the host has page-locked memory for every gradient that this rank
-    uses. If the model computes with the master weights themselves, they are on the device, and the
-    host has page-locked memory for them, too. The copies of a step can therefore begin before the
-    host waits for the loss and the norm, and are complete when this wait is over. If weights are
-    fp16 or bf16, the host rounds the new weights before it sends them, which halves the bytes on
-    the link between host and device. The rounded weights overwrite their gradients in page-locked
-    memory, and are sent from there.
+    uses. If the model computes with the master weights themselves, the master weights are on the
+    device, and the host also has page-locked memory for them. The copies of a step can therefore
+    begin before the host waits for the loss and the norm, and are complete when this wait is over.
+    If weights are fp16 or bf16, the host rounds the new weights before it sends them, which halves
+    the bytes on the link between host and device. The rounded weights overwrite their gradients in
+    page-locked memory, and are sent from there.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
@@ -203,8 +203,8 @@ class FileStorage(Storage):
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            # let the thread read the next row now; before that, the thread writes the row that used
-            # the same memory, because it works in the order of submission
+            # let the thread read the next row now; the thread works in the order of submission, so
+            # it first writes the earlier row that used the same memory
             if number + 1 < len(rows):
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()
@@ -261,8 +261,9 @@ def storage_of(config: Config, device: torch.device) -> Storage:
 
 
 def with_room(world: Communicator, config: Config, work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return its result. If the disk has no space for a file of one
-    rank, raise SharedInputError on all ranks."""
+    """Run `work` on every rank and return its result. With `parallel.offload = "disk"`, raise
+    SharedInputError on all ranks if `work` raises OSError on any rank, for example because the disk
+    is full."""
     if config.parallel.offload != "disk":
         return work()
     made: list[T] = []

@@ -30,8 +30,8 @@ RatesOf = Callable[[Entry], tuple[float, float]]
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (0-based) of `steps`: linear warm-up, then decay to
-    the minimum.
+    """Return the learning rate of step `step` (0-based) of `steps`: linear warm-up, then a decay to
+    the minimum, or the constant peak rate.
 
     In a warm-up of w steps, step w - 1 is the first step at the peak rate. The cosine decay uses
     the closed form of PyTorch's CosineAnnealingLR, and yields bitwise the same rates. With "wsd"
@@ -77,9 +77,9 @@ class LossScale:
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:
-        """Halve the loss scale if `overflow` is True. Otherwise double it if this is the
-        `window`-th step without overflow since the last change. Do nothing unless the precision is
-        fp16."""
+        """Halve the loss scale if `overflow` is True, but not below 1. Otherwise double the loss
+        scale if this is the `window`-th step without overflow since the last change. Do nothing
+        unless the precision is fp16."""
         if not self.dynamic:
             return
         counters = self.counters
@@ -102,10 +102,10 @@ class Optimizer:
     are not on the device, the host does the update, and `writes_weights` is True.
 
     If the run computes kernels of the kind "update" in Triton, AdamW's update is one pass over
-    memory, which also clips the gradients, writes the weights, and sets the gradients to zero. The
-    separate operations do the update in three cases: with another optimizer, if the host does the
-    update, and if replicas may differ, because such methods change the master weights after the
-    update, and use the memory of the gradients.
+    memory, which also clips the gradients, writes the weights, and sets the gradients to zero. In
+    three cases separate operations do the update instead: with another optimizer than AdamW, if the
+    host does the update, and if replicas may differ. (Data-parallel methods with different replicas
+    change the master weights after the update, and use the memory of the gradients.)
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Optimizer:
         self._groups_are_zero = False
 
     def compute_by(self, kernels: Kernels) -> None:
-        """Use `kernels` for matrix products and, if it can, for the update from now on."""
+        """From now on, use `kernels` for matrix products. If possible, also use the kernel that
+        does AdamW's update in one pass."""
         self._muon.kernels = kernels
         differs = self.state.kinds[WEIGHTS].kept.differs
         able = self.config.has_one_pass and self._host is None and not differs
@@ -143,7 +144,7 @@ class Optimizer:
 
     @property
     def writes_weights(self) -> bool:
-        """Return True if `step` writes this rank's weights, too, and not only its master
+        """Return True if `step` writes not only the master weights, but also this rank's
         weights."""
         return self._host is not None or self._in_one_pass
 
@@ -159,9 +160,9 @@ class Optimizer:
         self._groups_are_zero = False
 
     def expect(self, scale: float) -> None:
-        """Divide the gradients by `scale`, the factor by which the gradient of the mean loss was
-        multiplied (it includes the loss scale). If the host does the update, begin to copy the
-        inputs of the update from the device."""
+        """Divide the gradients by `scale`. The buffer has the gradients of the mean loss multiplied
+        by this factor, which includes the loss scale. If the host does the update, begin to copy
+        the inputs of the update from the device."""
         if scale != 1.0:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)
@@ -330,8 +331,8 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 
 def _rest(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of the flat tensor `whole` that are not in `parts`, which are parts of
-    `whole` that do not overlap."""
+    """Return views of the elements of the flat tensor `whole` that are not in `parts`. `parts` are
+    views of `whole` that do not overlap."""
     rest, end = list[Tensor](), 0
     for part in sorted(parts, key=Tensor.storage_offset):
         start = int(part.storage_offset() - whole.storage_offset())

@@ -40,8 +40,8 @@ class Replicas:
             self.state.changed()
 
     def measured(self, step: int) -> float | None:
-        """Return the consensus distance after the update of step `step` (from 0), if it is measured
-        after this step; otherwise return None. The gradients are overwritten."""
+        """If the run measures the consensus distance after step `step` (from 0), return this
+        distance; otherwise return None. The gradients are overwritten."""
         every = self.config.data_parallel.consensus_every
         done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.config.run.steps)

@@ -96,10 +96,10 @@ class Runner:
         microbatches: Sequence[MicrobatchPass],
         watch: Stopwatch,
     ) -> None:
-        """Execute `program`, this rank's part of `schedule`. The microbatch of an op is an index
-        into `microbatches`, which contain their losses afterwards. `watch` records the time spans
-        of the actions. If an action raises an exception, a note with the position in the program is
-        added to the exception.
+        """Execute `program`, this rank's part of `schedule`. An op names its microbatch by an index
+        into `microbatches`. After the call, the microbatches contain their losses. `watch` records
+        the time spans of the actions. If an action raises an exception, a note with the position in
+        the program is added to the exception.
         """
         work = _Work(schedule, microbatches, watch)
         for stage in self.stages.values():
@@ -111,7 +111,7 @@ class Runner:
         for place, action in enumerate(program):
             try:
                 self._act(work, action)
-            except SystemExit:  # in a module of the user's own; other ranks would wait forever
+            except SystemExit:  # a user's module ends the program; other ranks would wait
                 raise InputError(f"code in op {action} ends the program") from None
             except Exception as error:
                 error.add_note(_here(program, place))
@@ -177,8 +177,8 @@ class Runner:
         handle, buffer, peer = self._arriving.pop(source)
         with watch.span("receive", str(source), peer):
             handle.wait()
-        # if a message is not scattered over the tensor ranks, it needs no gather after it arrives,
-        # so no span for a gather is recorded
+        # a message that is not scattered over the tensor ranks needs no gather, so record no span
+        # for a gather
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         with watch.span("gather", str(source)):

@@ -73,7 +73,8 @@ class ScaleHistory:
         }
         zero = torch.zeros((), dtype=torch.bfloat16, device=self.state.buffer.device)
         every = torch.stack([seen.get(row, zero) for row in range(len(self.names))]).float()
-        # ranks at the same position of the pipeline have the same layers
+        # these groups together reach all ranks; a rank without an operand has a zero, which does
+        # not change the maximum
         for group in (LOSSES, TENSOR, "pipeline"):
             self.axes[group].all_reduce(every, "max")
         return on_its_way(every)

@@ -66,8 +66,9 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         # For each parameter tensor, torch's function needs a separate scalar tensor with the number
         # of updates, because the function adds 1 to this scalar.
         [updates.clone() for _ in group.masters],
-        # torch's fused kernel may round the last elements of a tensor differently from all others;
-        # because of `ALIGNMENT` (plan/layer/parts.py), this does not change the results
+        # torch's fused kernel may round the last elements of a tensor differently if the length is
+        # not a multiple of its vectors; every tensor here has a multiple of `ALIGNMENT` elements
+        # (plan/layer/parts.py)
         fused=True,
         amsgrad=False,
         beta1=config.beta1,

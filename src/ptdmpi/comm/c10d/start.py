@@ -19,7 +19,7 @@ from ptdmpi.comm.c10d.group import BACKEND, TransportGroup
 if TYPE_CHECKING:
     from ptdmpi.comm.world import Axes
 
-# the dimensions of a run's DeviceMesh; the ranks along the last one are neighbours
+# the dimensions of a run's DeviceMesh; ranks along the last dimension have consecutive numbers
 MESH = ("pipeline", "data", "context", "tensor")
 
 
@@ -108,7 +108,8 @@ def mesh_of(axes: "Axes") -> DeviceMesh:
         raise ValueError(
             f"the run has {grid.size} ranks, and torch.distributed has {dist.get_world_size()}"
         )
-    # tensor ranks are neighbours, so "tensor" is the last dimension of the mesh
+    # the ranks of a tensor group have consecutive numbers, so "tensor" is the last dimension of the
+    # mesh
     ranks = torch.arange(grid.size).view([axes[name].size for name in MESH])
     device = MpiSession.begun().world.device()
     return DeviceMesh(device.type, ranks, mesh_dim_names=MESH)

@@ -1,9 +1,9 @@
 """The interfaces to a communication library that uses streams, and their implementation for NCCL
 with NVIDIA's package `nccl4py`.
 
-The implementation makes no decisions. The callers decide which rank makes unique ids, in which
+The implementation only calls the library. Its callers decide which rank makes unique ids, in which
 order ranks connect, and which stream waits for which event. The callers therefore work with every
-library for which the interfaces are implemented.
+library that implements the interfaces.
 """
 
 import importlib
@@ -113,7 +113,7 @@ class Library(Protocol):
         """Return the stream of the calling thread's computations."""
 
     def reaches(self, flat: Tensor) -> bool:
-        """Return True if the library can send this tensor, which depends on its device."""
+        """Return True if the tensor is on a device from which the library can send."""
 
 
 class Nccl:
@@ -166,8 +166,9 @@ class Nccl:
 
 
 class NcclConnection:
-    """One communicator of NCCL. It is never destroyed by a call, because all ranks would have to
-    destroy it together. It is freed at the end of the process, or by `abort` after an error."""
+    """One communicator of NCCL. No call destroys the communicator, because all ranks would have to
+    destroy it together. `abort` frees the communicator after an error; otherwise it is freed at the
+    end of the process."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core

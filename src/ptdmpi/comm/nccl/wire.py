@@ -27,8 +27,8 @@ ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 class Queued:
     """An operation in a connection's stream. The object keeps references to the operation's tensors
-    until `wait` is called. Otherwise their memory could be reused before the operation has used
-    it."""
+    until `wait` is called. Otherwise torch could reuse the memory of these tensors while the
+    operation still needs it."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
         self._line = line
@@ -98,8 +98,8 @@ class Line:
         # the queue at the same time
         for what, computed, ended in list(self._placed):
             if not ended.query():
-                # the host may issue an operation long before the device begins it; while the device
-                # still computes, it has not begun the operation
+                # the host may issue an operation long before the device begins the operation; until
+                # the mark `computed` is passed, the device is busy with earlier computations
                 return what if computed.query() else ""
         return ""
 

@@ -16,7 +16,7 @@ def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     contract. With error feedback, its decoded values are therefore divided by 1 + omega, where
     omega is the variance bound of the compressor (see `Compressor`). Without this division, the
     compression errors that error feedback stores would grow from step to step. The decentralized
-    method, too, needs a compressor that contracts: each replica sends a difference to its
+    method also needs a compressor that contracts: each replica sends a difference to its
     neighbours, and this difference contains the compression errors of earlier messages.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# Some random numbers are the same on all data ranks. They are hashes in which this value takes the
-# place of the number of the data rank.
+# Random numbers that must be the same on all data ranks are hashes of this value instead of the
+# number of the data rank.
 EVERYBODY = -1
 
 

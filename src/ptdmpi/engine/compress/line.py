@@ -13,9 +13,9 @@ from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.engine.exchange import exchange
 from ptdmpi.model.random import fold
 
-# A server is the data rank that averages a tile. When a server encodes, `source` has this value
-# instead of the number of a data rank. The random numbers then do not depend on which rank is the
-# server.
+# A server is the data rank that averages a tile. When a server encodes, `Draws.source` has this
+# value instead of the number of a data rank, so that the random numbers do not depend on which rank
+# is the server.
 SERVER = -2
 
 

@@ -66,7 +66,8 @@ def orthonormal(columns: Tensor) -> Tensor:
     smallest = torch.finfo(columns.dtype).eps * columns.shape[1]
     for column in columns.unbind(dim=2):
         rest = column
-        # a single pass of Gram-Schmidt would leave rounding errors: Giraud et al. 2005
+        # because of rounding errors, the columns are not orthogonal after a single pass (Giraud et
+        # al. 2005)
         for _ in range(2):
             for other in orthogonal:
                 rest = rest - (other * rest).sum(dim=1, keepdim=True) * other

@@ -51,10 +51,11 @@ class Sparse(Compressor):
         return rows, columns
 
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Return a bool mask [n, length]. In row i, it is True at the `counts[i]` greatest of the
-        `scores` [n, length]."""
+        """Return a bool mask [n, length]. Row i of the mask is True at the `counts[i]` greatest
+        numbers in row i of `scores` [n, length]."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # the most elements a block sends.
+        # no block sends more than `most` elements
+        most = min(length, math.floor(self.ratio * length) + 1)
         # use only the values that topk returns, not its indices: torch does not specify which of
         # several equal elements topk chooses
         greatest = scores.topk(most, dim=1).values

@@ -43,8 +43,9 @@ class Choco(Decentralized):
         self._copies: Tensor | None = None  # [neighbours, elements of the flat buffer]
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Send the compressed difference of this replica to its neighbours. Then move the weights
-        of this replica towards the public weights of its neighbours."""
+        """Send the compressed difference between this replica's weights and its public weights to
+        the neighbours. Then move the weights of this replica towards the public weights of its
+        neighbours."""
         # a rank that trains no parameter has no public weights, so it exchanges nothing
         if skipped or not self.state.kinds[PUBLIC].parts:
             return
@@ -66,8 +67,8 @@ class Choco(Decentralized):
             public += own
             place.write(PUBLIC, public)
             pulled = x.new_zeros(x.shape)
-            # multiply each difference by its weight in one kernel, and add it in another kernel, in
-            # ascending order of ranks; `_Exchange.finish` in `decentralized` gives the reason
+            # multiply each difference by its weight in one kernel, and add the products in another
+            # kernel, in ascending order of ranks; `decentralized._Exchange.finish` gives the reason
             for peer, weight, code, known in zip(
                 graph.sources, weights, arrived, self._copies, strict=True
             ):

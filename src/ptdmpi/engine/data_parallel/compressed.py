@@ -73,11 +73,10 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        # if any element is NaN, torch's minimum and maximum are NaN, too; computing them needs no
-        # temporary tensor
+        # `torch.aminmax` returns NaN if any element is NaN, and needs no temporary tensor
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # A compressed gradient must not be sent if any gradient overflows. To know whether one
-        # overflows, the host must wait for the device, a second time in this step.
+        # No compressed gradient may be sent if any gradient overflows. The host therefore waits
+        # here for the two extremes, in addition to the wait for loss and norm later in the step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

@@ -21,9 +21,9 @@ from ptdmpi.plan.schedule.ops import Op
 class _Exchange:
     """An unfinished exchange of values with the neighbours in the graph. The tensor `own` is a
     slice of this rank's state; it belongs to the shard unit (a group of parameters, such as those
-    of a layer) with the number `number`. `terms` has a pair for this rank, and a pair for each
-    neighbour that sends to this rank. A pair has the index of the neighbour's values in `arrived`
-    (None for this rank), and the weight of the rank in the weighted sum.
+    of a layer) with the number `number`. `terms` has a pair (index, weight) for this rank, and one
+    for each neighbour that sends to this rank: the index of the rank's values in `arrived` (None
+    for this rank), and the rank's weight in the weighted sum.
     """
 
     number: int
@@ -64,9 +64,10 @@ class Decentralized(DataParallel):
     after a resume.
 
     If `overlap` is True, the exchange of step k continues during the forward of step k + 1. Before
-    the forward computes a module (embedding, layer or head), it waits for the neighbours' weights
-    of this module and averages them. The results are bitwise equal with and without `overlap`. Code
-    that reads the state between steps calls `settle` first, which finishes the exchange.
+    the forward computes a module (embedding, layer or head), the method waits for the neighbours'
+    weights of this module and averages them. The results are bitwise equal with and without
+    `overlap`. Code that reads the state between steps calls `settle` first, which finishes the
+    exchange.
 
     Every operation of this method works element by element, and adds the values of the replicas in
     ascending order. If the gradients are bitwise equal for every tensor-parallel size,
@@ -141,9 +142,9 @@ class Decentralized(DataParallel):
         terms = [(places.get(peer), float(weight)) for peer, weight in row.items()]
         for number, part in self._averaged_parts():
             # The weights of all modules are views of one flat tensor, and share its version
-            # counter. If this loop changed the weights of a later module, autograd would report
-            # that it has also changed the weights of earlier modules, which are saved for the
-            # backward. `.data` avoids this, because its result has a separate version counter.
+            # counter. If this loop changed the weights of a later module, autograd would report a
+            # change of the earlier modules' weights, which are saved for the backward. `.data`
+            # avoids this, because its result has a separate version counter.
             for own in part.data.split(BUCKET_ELEMENTS):
                 exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
                 self._under_way.append(exchange)

@@ -67,8 +67,9 @@ class Local(DataParallel):
     def _outer_step(self) -> None:
         """Do a step of torch.optim.SGD with nesterov = True. The gradient of this outer step is
         (the parameters at the beginning of the round) - (the mean of the parameters over replicas
-        at the end of the round). This gradient overwrites the buffer of gradients. All replicas
-        continue from the parameters after the outer step."""
+        at the end of the round). With a compressor, the mean is computed from compressed
+        differences. This gradient overwrites the buffer of gradients. All replicas continue from
+        the parameters after the outer step."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds

@@ -133,9 +133,11 @@ class TreeSum(DataParallel):
     The gradients of the M microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves
     [j 2^k, (j+1) 2^k). A node is the sum of its two children, or equal to its left child if there
     is no right child. The tree does not depend on the assignment of microbatches to ranks, so the
-    bits of the sum do not depend on it, either. Each pipeline stage stores at most log2(m) + 1
-    partial sums, where m is the number of its microbatches. Every data rank sends its part of the
-    tree to all other data ranks.
+    bits of the sum do not depend on it, either.
+
+    A data rank has m microbatches. Before the ranks exchange their nodes, each pipeline stage
+    stores at most log2(m) + 1 nodes if m is a power of two, and at most 2 log2(m) + 1 otherwise.
+    Then every data rank sends its nodes to all other data ranks.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -173,7 +175,7 @@ class TreeSum(DataParallel):
         for stage, nodes in self._nodes.items():
             mine = dict(nodes)
             nodes.clear()
-            # all ranks visit ranks and nodes in the same order, so that broadcasts match
+            # every rank takes part in the broadcasts in the same order: by data rank, then by node
             for rank, keys in enumerate(self.data.all_gather_object(sorted(mine))):
                 for key in keys:
                     here = rank == self.data.rank

@@ -1,8 +1,9 @@
 """Checks of a model on all ranks before memory is allocated: whether the layout is legal, and
 whether all ranks have built the same model.
 
-A sublayer that a user has written may depend on the rank or on an environment variable. Then ranks
-would exchange tensors of different sizes, and a transport would write beyond the end of a tensor.
+Ranks may build different models, because a sublayer that a user has written may depend on the rank
+or on an environment variable. Such ranks would exchange tensors of different sizes, and a transport
+would write beyond the end of a tensor.
 """
 
 import hashlib

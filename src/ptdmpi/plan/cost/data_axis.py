@@ -57,9 +57,9 @@ class StagePlaces(NamedTuple):
     under ZeRO 2 or 3.
 
     `held` is the stage's part of the model. `gathers_weights` is True under ZeRO 3. `group` is the
-    shard group. `stays` is the number of places (embedding, layers or head) whose gathered weights
-    are still in memory from the previous op when an op begins. `gathers` is the number of times
-    that DeepSpeed gathers a tensor for a microbatch."""
+    shard group. A place is the embedding, a layer or the head. `stays` is the number of places that
+    an op need not gather, because their weights are still in memory from the previous op. `gathers`
+    is the number of times that DeepSpeed gathers a tensor for a microbatch."""
 
     held: ModelPart
     gathers_weights: bool
@@ -129,8 +129,8 @@ class DataAxis:
     def _dense_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds that ranks with different experts need to sum the gradients of all
         parameters outside experts. A rank has `elements` gradients. If the state is sharded, a rank
-        sums only its shard of these gradients. The estimate assumes that the fraction of parameters
-        outside experts is the same in embedding and head as in the layers."""
+        sums only its shard of these gradients. To keep the estimate simple, all `elements`
+        gradients are assumed to have the same fraction of parameters outside experts as a layer."""
         dense = self._dense_elements(layout.tensor)
         if layout.expert_tokens == 1 or not dense:
             return 0.0
@@ -139,10 +139,10 @@ class DataAxis:
         return self.machine.all_reduce_s(size, self._group(layout.expert_tokens, layout.tensor))
 
     def _experts_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds that tensor-parallel ranks with the same undivided experts need to sum
-        the gradients of these experts. A rank has `elements` gradients. The estimate assumes, as
-        `_dense_s` does, that the fraction of parameters in experts is the same in embedding and
-        head as in the layers."""
+        """Return the seconds that tensor-parallel ranks need to sum the gradients of experts that
+        the tensor axis does not divide, so that several tensor-parallel ranks have copies of them.
+        A rank has `elements` gradients. As in `_dense_s`, all `elements` gradients are assumed to
+        have the same fraction of expert parameters as a layer."""
         dealing = layout.dealing
         if dealing.same == 1:
             return 0.0
@@ -154,8 +154,9 @@ class DataAxis:
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
         """Return the messages after the pipeline as pairs (number of elements in a message, number
-        of such messages). The `elements` elements are sent in a single message, or, under ZeRO 2
-        and 3, in one message for each complete layer and one message for the remaining elements."""
+        of such messages). By default, the `elements` elements are sent in a single message. Under
+        ZeRO 2 and 3, if all weights of a layer are sent in one message (`Software.zero_unit`),
+        there is one message for each complete layer, and one message for the remaining elements."""
         layer = self.layer_elements(layout.tensor, layout.dealing)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
@@ -193,9 +194,10 @@ class DataAxis:
         return self._tied_s(layout.tensor, layout.sharing.gradient_shards, one_node)
 
     def _counted_tied_s(self, tensor: int, shards: int, one_node: bool) -> float:
-        """Return the seconds in which two ranks, on one node or on two nodes, sum their gradients
-        of a tied table. The table is divided among `tensor` tensor-parallel ranks, and the slice of
-        a rank is divided into `shards` shards. The two ranks sum one of these shards."""
+        """Return the seconds in which two ranks sum their gradients of a tied table. The two ranks
+        are on one node if `one_node` is True, and otherwise on two nodes. The table is divided
+        among `tensor` tensor-parallel ranks, and the slice of a rank is divided into `shards`
+        shards. The two ranks sum one of these shards."""
         table = self._table_elements(tensor) * self.gradient_bytes / shards
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 
@@ -210,8 +212,9 @@ class DataAxis:
             held=stage,
             gathers_weights=layout.shards_weights,
             group=self.shard_group(layout),
-            # only 1F1B alternates forwards and backwards on one chunk, so that each op begins with
-            # the layer with which the previous op ended
+            # With 1F1B, a rank alternates between forwards and backwards of one chunk. A forward
+            # ends with the chunk's last layer, and the next backward begins with this layer, so its
+            # weights are still in memory.
             stays=int(layout.schedule == "1f1b"),
             gathers=_gathers(layout),
         )
@@ -228,7 +231,8 @@ class DataAxis:
                 size = sum(map(sum, places))
                 whole_s = self.machine.reduce_scatter_s(size * self.gradient_bytes, group)
                 return InOps(0.0, whole_s, whole_s)
-            # Rajbhandari et al. 2020, section 7.2.2: the weights are freed after each use
+            # The weights are freed after each use, and gathered again for the next use (Rajbhandari
+            # et al. 2020, section 7.2.2).
             again_s = (stage.gathers - 1) * gathered_s
             return InOps(gathered_s, again_s + summed_s, summed_s / (held.layers + 1))
         pairs = []
@@ -242,12 +246,12 @@ class DataAxis:
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
             for pair, units in zip(pairs, self._frozen(held), strict=True)
         ]
-        # skip layers without a backward, which have only frozen weights
+        # Layers without a backward come first, and need no weights in the backward.
         skipped = held.idle + (held.idle > 0 and held.first)
         forward_s = sum(gathered[stage.stays :])
         backward_s = sum(gathered[skipped : len(gathered) - stage.stays])
-        # in the first forward of a step, no gathered weights are in memory, because the update has
-        # changed the weights
+        # The first forward of a step must also gather the first place, because the update has
+        # changed its weights.
         first_s = gathered[0]
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
 
@@ -283,15 +287,16 @@ class DataAxis:
                 (frozen,) = self._frozen(layer)
                 gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
                 whole_s, most_s = whole_s + count * gathered_s, max(most_s, gathered_s)
-        # in the forward and in the backward, the weights of one layer are still in memory from the
-        # previous op and need no gather
+        # Both a forward and a backward need no gather for one layer, whose weights are still in
+        # memory from the previous op. For a lower bound, this layer is the one with the slowest
+        # gather.
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
         """Return two times in seconds: the time to gather the weights of a unit (such as a layer)
         of `elements` elements, and the time to sum the unit's gradient. To sum the gradient, a rank
-        clears and fills a buffer for the whole unit. The buffer is reduce-scattered, and the rank
-        adds the result to its shard."""
+        clears and fills a buffer for the whole unit, takes part in a reduce-scatter of this buffer,
+        and adds the result to its shard of the summed gradients."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)

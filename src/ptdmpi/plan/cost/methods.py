@@ -52,11 +52,10 @@ from ptdmpi.plan.shape.parameters import first_linear
 
 # Kinds of error feedback in which each rank is the server of one slice of the gradient.
 SQUEEZED = ("double_squeeze", "neolithic")
-# The smallest numbers of values that are read or written per element: CODING_PASSES in encoding,
-# DECODING_PASSES in decoding, and PUBLIC_PASSES in decentralized steps. Encoding reads the gradient
-# and the stored error of the error feedback, and writes the new error. Decoding a received code
-# reads and writes the sum. Decentralized steps also read and write the approximate copies of
-# weights that a rank keeps from earlier messages.
+# Numbers of values that are at least read or written per element. Encoding (CODING_PASSES) reads
+# the gradient, reads the stored error of the error feedback, and writes the new error. Decoding a
+# received code (DECODING_PASSES) reads and writes the sum. A decentralized step (PUBLIC_PASSES)
+# also reads and writes the approximate copies of weights that a rank keeps from earlier messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
@@ -128,11 +127,12 @@ def told_of(
     """Return the message sizes of a rank with `elements` parameters. `gradient_bytes` and
     `master_bytes` are the sizes of one element.
 
-    In attention, a tile of PowerSGD has the lines (rows of a weight) of one head. In the MLP and in
-    the vocabulary's table, a tile has 1/n of the lines, with n = gcd(heads, ffn_hidden). If n does
-    not divide the size of the vocabulary, each row of the table is sent uncompressed. The result
-    has a single shape for the tiles of all parameters. The number of lines of this shape is the
-    harmonic mean, over all elements, of the number of lines of the element's tile.
+    PowerSGD factorizes tiles, which consist of neighbouring lines (rows of a weight). In attention,
+    a tile has the lines of one head. In the MLP and in the vocabulary's table, a tile has 1/n of
+    the lines, with n = gcd(heads, ffn_hidden). If n does not divide the size of the vocabulary,
+    each row of the table is sent uncompressed. For simplicity, the result has a single shape for
+    all tiles. The number of lines in this shape is a harmonic mean of the numbers of lines of all
+    tiles, each weighted with the tile's number of elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
@@ -264,8 +264,7 @@ class MethodAxis(DataAxis):
                     told_s += (1 - averaging) * (self._neighbours_s(mixed, group) + sums_s)
                 return told_s
             case "decentralized":
-                # number of codes that a rank encodes or decodes: its own code and the received
-                # codes
+                # codes that a rank reads: its own code and the received codes
                 every = 1 + neighbours(section.topology, n)
                 passes = CODING_PASSES + every * PUBLIC_PASSES
                 coding_s = machine.stream_s(passes * sizes.masters)
@@ -314,12 +313,13 @@ class MethodAxis(DataAxis):
             passes += DECODING_PASSES
         elif section.error_feedback in SQUEEZED:
             start_s = self._send_s(0.0, group)
-            # each server receives n - 1 messages at the same time, so their bytes add up, but only
-            # one latency counts
+            # Each server receives n - 1 messages at the same time. The times of their bytes add up,
+            # but only one latency counts.
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            # each of n ranks averages 1/n of the elements: it decodes this part of the gradients of
-            # n ranks, and later all n averaged parts
+            # As a server, each of n ranks decodes 1/n of the elements from each of n ranks. Later
+            # the rank decodes the averages of all elements. Together, it decodes each element
+            # twice.
             passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)

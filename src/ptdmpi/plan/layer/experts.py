@@ -161,18 +161,19 @@ class MixExperts(Operator):
         return self._tokens(sizes) * self.count
 
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
-        """Return (number of segments that a rank computes one after the other, number of rows of
-        each of them), under the assumption that all segments have equally many rows. A segment has
-        the rows of one of the rank's experts, or, if `sizes.by_source` is True, only those rows of
-        the expert that come from one source rank."""
+        """Return (number of segments, number of rows of a segment). A rank computes its segments
+        one after the other. A segment has the rows of one of the rank's experts, or, if
+        `sizes.by_source` is True, only those rows of the expert that come from one source rank. All
+        segments are assumed to have equally many rows."""
         pairs = self._pairs(sizes)
         each = 1 if sizes.by_source else sizes.layout.expert
         used = min(self.count // each, pairs)
         return used, -(-pairs // used)
 
     def _largest_group(self, sizes: Sizes) -> int:
-        """Return the number of rows for which the prediction reserves the working memory of one
-        segment. In the worst case, all tokens of all source ranks choose the same expert."""
+        """Return the largest number of rows that one segment (see `_groups`) may have. The
+        predicted memory is enough for such a segment. In the worst case, all tokens of all source
+        ranks choose the same expert."""
         return min(sizes.layout.expert * self._tokens(sizes), self._most_rows(sizes))
 
     def _adapting(self, sizes: Sizes, linear: str, *, back: bool = False) -> Iterator[Kernel]:
@@ -223,8 +224,8 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         yield MatrixProduct(self._tokens(sizes), self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
-        # rows are sorted by expert, and the results of experts are added to the outputs of their
-        # tokens
+        # With distributed experts, the received rows are sorted by expert, and results are added to
+        # the outputs of their tokens.
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
         # for each expert, the rows of its tokens are selected
@@ -251,8 +252,8 @@ class MixExperts(Operator):
         yield MemoryPass(2 * selected * pairs * h * c, selected * used)
         yield self._products(sizes, width, h)
         yield from self._adapting(sizes, "down", back=True)
-        # the next kernels compute the activation again, multiply the activation by the gradient,
-        # and multiply the gradient by the router's weights
+        # The next two lines compute the activation again, multiply the activation by the gradient,
+        # and multiply the gradient by the router's weights.
         yield self._activated(sizes, self.function, gates + 1)
         yield MemoryPass(6 * pairs * width * c, 3 * used)
         yield self._activated(sizes, f"{self.function}_backward", 2 * gates + 1)
@@ -268,8 +269,8 @@ class MixExperts(Operator):
         used, rows = self._groups(sizes)
         for inputs, outputs in self._matrices(sizes):
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
-            # the gradient of each source rank is set to zero before it is computed, and added to
-            # the sum afterwards
+            # The gradient of each source rank has its own buffer, which is set to zero before the
+            # gradient is computed. Afterwards the buffer is added to the sum.
             if sizes.by_source:
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 

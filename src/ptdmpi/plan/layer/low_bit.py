@@ -18,17 +18,17 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 CODES = get_args(CodesName)
 # A CPU dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of working
-# memory per element. A GPU dequantizes chunks that are DEVICE_CHUNKS times as large. On a GPU,
-# smaller chunks would use caches better, but would save less time than the launches of more kernels
-# would cost.
+# memory per element. A GPU dequantizes chunks that are DEVICE_CHUNKS times as large. Smaller chunks
+# would fit into the caches of a GPU, but would need more kernel launches, which would cost more
+# time than the caches would save.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # Number of kernels that dequantize a chunk: they convert codes to integers, convert integers to
 # levels, multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
 FLOAT8_BYTES = FLOAT8_E4M3.bytes
-# Names of the two kinds of tensors that a checkpoint stores for a quantized matrix (its codes and
-# its scales), instead of one tensor of the kind "weights".
+# A checkpoint stores two tensors for a quantized matrix, of these two kinds (its codes and its
+# scales). For any other matrix, it stores one tensor of the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # The 16 levels of nf4: quantiles of a normal distribution, including zero. Normally distributed

@@ -130,7 +130,8 @@ class RunMethod:
         if method == "parameter_server":
             return min(elements, MESSAGE_ELEMENTS) * element_bytes
         if method == "decentralized":
-            # room for two messages of the largest size, or for all elements if they are fewer
+            # Without overlap, at most two messages of a neighbour are in memory at the same time;
+            # with overlap, all messages are.
             if not self.section.overlap:
                 mixed = min(mixed, 2 * min(elements, BUCKET_ELEMENTS))
             return _most_neighbours(self.section.topology, n, self.seed) * mixed * element_bytes
@@ -197,12 +198,13 @@ class RunMethod:
             sums += mixed
         if method == "all_reduce":
             sums.append(gradients)
-        for size in filter(None, sums):  # 0 on a rank without trained parameters
+        for size in filter(None, sums):  # the sizes are 0 on a rank that trains nothing
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
-                # a message first travels along the ranks 0, 1, ..., n - 1, and then along the ranks
-                # n - 1, 0, ..., n - 2
+                # The sums travel along the ranks 0, 1, ..., n - 1, and then the complete sums along
+                # the ranks n - 1, 0, ..., n - 2. Each rank except the last in a row sends a
+                # message.
                 times = (rank < n - 1) + (rank != n - 2)
                 for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)

@@ -13,11 +13,12 @@ YIELDING = "replicate"
 def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
     """Return the grid that replaces `grid` after ranks were lost: the grid with the most data ranks
     that `ranks` surviving ranks can fill. `begun` is the grid with which the run began, and
-    `sequences` is the number of microbatches in the global batch. If possible, only the number of
-    copies of the sharded state is reduced. If there are too few ranks for a single copy, the state
-    is cut into fewer shards: the new number of shards is the largest divisor of the new number of
-    data ranks that is at most the former number of shards. Experts stay distributed over the same
-    number of ranks. Returns None if the ranks cannot hold one complete model.
+    `sequences` is the number of microbatches in the global batch. If possible, the state is cut
+    into as many shards as before, and only the number of copies is reduced. If there are too few
+    ranks for a single copy, the state is cut into fewer shards. The new number of shards is then
+    the largest divisor of the new number of data ranks that is at most the former number of shards.
+    Experts stay distributed over the same number of ranks. Returns None if the ranks cannot hold
+    one complete model.
     """
     shards, expert = grid["shard"], grid["data_expert"]
     alone = grid.size // grid.data_size * expert
@@ -68,8 +69,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         free += replicas[data].values()
     rows = [replicas[data] for data in sorted(best[: grid[YIELDING]])]
     rows += [{} for _ in range(grid[YIELDING] - len(rows))]
-    # sort by node, and within a node by rank, so that a replica without survivors is filled in the
-    # order in which a run places its ranks at its start
+    # Sort by node, and within a node by rank. The ranks of a replica without survivors then have
+    # the same order as at the start of a run.
     free.sort(key=lambda survivor: (nodes[survivor], survivor))
     result = []
     for rank in range(grid.size):
@@ -78,8 +79,9 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         if seat not in row:
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
-            # False sorts before True, so the same state is preferred first, and then the same node:
-            # sending state costs more than messages between nodes
+            # The smallest pair is the best, and False is smaller than True. The first criterion is
+            # the same state, because sending state costs more than messages between nodes. The
+            # second criterion is the same node.
             fit = [
                 (not _holds(grid, held[survivor], here), nodes[survivor] not in near)
                 for survivor in free

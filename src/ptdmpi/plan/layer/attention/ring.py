@@ -44,9 +44,9 @@ class RingCore:
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Yield (number of queries, number of keys) for each pair of a query chunk and a key chunk
-        whose scores are computed. In a pair on the diagonal, the queries are computed in blocks,
-        and each block reads only the keys up to its own last position. The number of keys of this
-        pair is therefore the mean over its blocks."""
+        whose scores are computed. If the two chunks of a pair have the same positions, the queries
+        are computed in blocks, and each block reads only the keys up to its own last position. The
+        number of keys of such a pair is therefore the mean over its blocks."""
         chunk, visits = self.chunk, self.sizes.layout.context
         if self.sizes.model.attention != "causal":
             yield from [(chunk, chunk)] * (4 * visits)

@@ -58,8 +58,9 @@ class LookUp(Operator):
         size = sizes.tokens * self.table.hidden * sizes.compute_bytes
         if phase == "forward":
             yield summed(sizes, size)
-        # a tensor-parallel rank adds up the gradients of its rows of the table over all positions,
-        # so the gradients at the positions of other ranks are gathered
+        # A tensor-parallel rank has some rows of the table, and needs their gradients from all
+        # positions. Under sequence parallelism, it therefore gathers the gradients at the positions
+        # of other ranks.
         scatters = sizes.divides_sequence and sizes.software.adds_in_place
         if phase in ("backward", "weights") and scatters and self.table.trains:
             yield Message("all_gather", size)
@@ -184,8 +185,9 @@ class Predict(Operator):
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
         yield from self._scaling(sizes)
-        # A decoder's head has no bias. Nevertheless a pass over the gradient of the logits is
-        # counted, because the calibration with published step times included this pass.
+        # This pass over the gradient of the logits is for the gradient of the head's bias. A
+        # decoder's head has no bias, but the pass is also counted for decoders, because it was
+        # counted when the predictions were calibrated with published step times.
         if sizes.model.head_bias and self.linear.trains:
             yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
 

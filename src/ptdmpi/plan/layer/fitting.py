@@ -127,7 +127,7 @@ def _in_parts(row: Operator) -> Iterator[str]:
 
 class Ends(NamedTuple):
     """The number of channels of each input and of each output of an operator, on all tensor ranks
-    together. None if the description of the operator does not say it."""
+    together. A number is None if the operator's description does not determine it."""
 
     reads: int | None = None
     writes: int | None = None
@@ -176,8 +176,8 @@ def _in_values(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
 
 def undivided_mistakes(rows: Sequence[Operator]) -> Iterator[str]:
     """Yield the reasons why the operators `rows` of a layer cannot be divided over several tensor
-    ranks: an operator reads all channels of a value, but each rank has only some of them, or the
-    reverse."""
+    ranks. A reason is an operator that reads all channels of a value although each rank has only
+    some of them, or an operator that reads some channels although each rank has all."""
     divided: dict[str, bool | None] = {RESIDUAL: False}
     for row in rows:
         needs, gives = _divisions(row, divided.get(row.inputs[0]))
@@ -196,8 +196,8 @@ def undivided_mistakes(rows: Sequence[Operator]) -> Iterator[str]:
 
 def _divisions(row: Operator, given: bool | None) -> tuple[bool | None, bool | None]:
     """Return two values: whether the tensor ranks must have different channels of the input, and
-    whether they have different channels of the output. None means that it is not known, or does not
-    matter. `given` is True if the tensor ranks have different channels of the first input."""
+    whether they have different channels of the output. A value is None if it is not known, or does
+    not matter. `given` is True if the tensor ranks have different channels of the first input."""
     if isinstance(row, OwnOperator):
         return None, None
     if isinstance(row, Multiply):
@@ -210,8 +210,9 @@ def _divisions(row: Operator, given: bool | None) -> tuple[bool | None, bool | N
 
 
 def local_width(rows: Sequence[Operator], name: str, *, hidden: int, tensor: int) -> int | None:
-    """Return the number of channels that the first operator of `rows` that reads `name` expects on
-    one of `tensor` tensor ranks. Return None if it is not known."""
+    """Find the first operator of `rows` that reads the value `name`, and return the number of
+    channels of this value that it needs on one of `tensor` tensor ranks. Return None if the number
+    is not known."""
     for row in rows:
         if name in row.inputs:
             if isinstance(row, Multiply) and not isinstance(row, OwnOperator):

@@ -127,11 +127,12 @@ class Machine:
                 waves = -(-tiles * split // processors)
                 depth = -(-k // (split * step)) * step
                 compute_s = waves * depth * self._step_s[rows, columns]
-                # the parts of a split sum are written in float32, read and summed
+                # If the summed dimension is cut, the partial sums are written in float32, read and
+                # added up.
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
-                # there are enough tiles for all multiprocessors, so cutting the summed dimension
-                # into more parts would only cost time
+                # With enough tiles for all multiprocessors, cutting the summed dimension into more
+                # parts would only cost time.
                 if tiles >= processors:
                     break
         if self.element_bytes <= 2 and any(
@@ -230,8 +231,8 @@ class Machine:
         if group.nodes == 1:
             return self.link_rate
         network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
-        # several groups with only some of a node's ranks may choose the same adapter (see
-        # `Software`)
+        # If a group has only some of a node's ranks, other groups may send through the same adapter
+        # (see `groups_per_adapter` of `Software`).
         if group.per_node < self.cluster.node.devices:
             network /= self.cluster.software.groups_per_adapter
         return network if group.per_node == 1 else min(network, self.link_rate)

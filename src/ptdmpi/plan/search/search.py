@@ -11,14 +11,15 @@ bounds of all ranks. The first bound is never greater than the second bound, and
 compute. The second bound is in turn cheaper to compute than the simulated step time. The search
 visits the layouts in ascending order of the first bound (with their fastest sharding), and
 simulates the visited layouts in ascending order of the second bound. The search ends when the
-bounds of all other layouts are at least the step time of the slowest kept layout. (For a layout
-that is not yet visited, this is the first bound; for a visited layout, it is the second bound.)
-When the search ends, no other layout can be among the fastest, so the result is the same as if
+bounds of all layouts that are not simulated are at least the step time of the slowest kept layout.
+(The first bound counts for layouts that are not yet visited, and the second bound for visited
+layouts.) At that time, no other layout can be among the fastest, so the result is the same as if
 every layout were simulated.
 
-A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
-second pass simulates a layout only if it is simpler than all such layouts of the first pass, and if
-its bound is less than 1 + `tie` times the shortest step time (`tie` is an argument of `search`).
+A second pass finds the simplest of the layouts that are almost as fast as the fastest layout.
+Almost as fast means that the step time is less than 1 + `tie` times the shortest step time (`tie`
+is an argument of `search`). The second pass simulates a layout only if its bound is below this
+limit, and if the layout is simpler than the simplest such layout of the first pass.
 """
 
 import bisect
@@ -231,9 +232,9 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     into memory, no other variant fits, because the first variant needs the least memory.
 
     If the first variant recomputes nothing and does not fit, yield the variant that recomputes just
-    enough layers to fit. In a pipeline, stages that recompute nothing would wait for the others, so
-    yield this variant there only if `space.uneven` is True, that is, if the search may try uneven
-    stages.
+    enough layers to fit. In a pipeline, this variant is yielded only if `space.uneven` is True (if
+    the search may try uneven stages), because stages that recompute nothing would wait for the
+    others.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):

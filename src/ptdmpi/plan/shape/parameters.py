@@ -311,8 +311,8 @@ def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list
     """Return the number of elements of each unit (see `places`) of the frozen weights that are not
     quantized. ZeRO 3 gathers these weights.
 
-    The number of quantized weights is subtracted from the number of frozen weights of each layer.
-    This number is the same for all layers, even for layers without a backward.
+    `places` also counts quantized weights in the unit of each layer, so their number is subtracted.
+    All layers have the same number of quantized weights, even layers without a backward.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

@@ -305,16 +305,16 @@ class DataAxis:
     # -- tensor by tensor ------------------------------------------------------------------------
 
     def _counted_tensors(self, tensor: int, kind: LayerKind | None = None) -> tuple[int, ...]:
-        """Return the number of elements of each trained weight of a layer of kind `kind` on one of
+        """Return the number of elements of each trained weight in a layer of kind `kind`, on one of
         `tensor` tensor-parallel ranks. If `kind` is None, the result is for the last layer."""
         every = trained(parameters.layer(self.model, kind).values())
         return tuple(size for part in every for size in part.weights(tensor))
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
-        """Return (seconds to gather weights, seconds to sum gradients). Both are sums over all
-        tensors of the stage `held`: those of its layers, and the vocabulary's table if the stage
-        has it. Each tensor is sent in a separate message, and the time for a small tensor is mostly
-        latency, so the total size alone does not determine the time."""
+        """Return (seconds to gather weights, seconds to sum gradients). Both times are sums over
+        the tensors of the stage `held`: all tensors of its layers, and the vocabulary's table if
+        the stage has it. Each tensor is sent in a separate message, and the time for a small tensor
+        is mostly latency, so the total size alone does not determine the time."""
         gathered_s = summed_s = 0.0
         for kind, count in held.runs:
             for size in self.layer_tensors(held.tensor, kind):
@@ -330,9 +330,10 @@ class DataAxis:
         return gathered_s, summed_s
 
     def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return two times in seconds: the time to clear a buffer and gather a tensor of `elements`
-        elements into it, and the time to sum the tensor's gradient and divide it by the
-        data-parallel size. Both include the copies that torch's list collectives make."""
+        """Return two times in seconds for a tensor of `elements` elements. In the first, a buffer
+        is cleared, and the tensor is gathered into the buffer. In the second, the tensor's gradient
+        is summed and divided by the data-parallel size. Both times include the copies that torch's
+        list collectives make."""
         machine = self.machine
         weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
         gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)
@@ -341,9 +342,9 @@ class DataAxis:
         return gathered_s + listed_s, summed_s + listed_s
 
     def _listed_s(self, elements: int, ranks: int) -> float:
-        """Return the seconds that torch's list collectives add for a tensor of `elements` elements:
-        for each rank, such a collective makes a view of the rank's slice of the tensor and launches
-        a kernel that copies the slice."""
+        """Return the seconds that a list collective of torch takes in addition to its message, for
+        a tensor of `elements` elements. For each rank, it makes a view of the rank's slice of the
+        tensor, and launches a kernel that copies the slice."""
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s

@@ -185,8 +185,8 @@ class MemoryModel:
     ) -> Sort:
         """Return the four properties that determine the memory of the stage `stage`: its layers
         without a backward, its other layers (grouped by kind of layer and mode of recomputation),
-        and whether it is the model's first or its last stage. `own` is the range of the stage's
-        layers."""
+        True if it is the model's first stage, and True if it is the model's last stage. `own` is
+        the range of the stage's layers."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         runs = self.stages.runs_of
@@ -217,8 +217,9 @@ class MemoryModel:
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        """Return two numbers of bytes at the op during which a rank needs the most memory: the
-        tensors that are kept for the microbatches in flight, and the working memory of the op."""
+        """Find the op during which a rank needs the most memory, and return two numbers of bytes:
+        the tensors that are kept for the microbatches in flight at this time, and the working
+        memory of the op."""
         key = (rank, _flight_key(layout, microbatches))
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
@@ -349,8 +350,8 @@ class MemoryModel:
         type of the master weights, no separate master weights are counted."""
         sharing, offload = how
         every, train, shared = self.stages.elements_of(cut, tensor, rank)
-        # a tied table has one weight and one optimizer state, but two gradients, because the
-        # embedding and the head each have a gradient of their own until the two are summed
+        # A tied table has one weight and one optimizer state. But it may have two gradients, one of
+        # the embedding and one of the head, until these are summed.
         second = shared * self.software.tied_gradients_apart
         counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
@@ -365,9 +366,8 @@ class MemoryModel:
         if self.method.matrices:
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # bytes of the buffers in the host's memory if the host updates the weights: each parameter
-        # needs a buffer for its gradient, and, without separate master weights, also one for its
-        # weight
+        # If the host updates the weights, it needs a buffer for each parameter's gradient. Without
+        # separate master weights, it also needs a buffer for each parameter's weight.
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)
@@ -375,10 +375,9 @@ class MemoryModel:
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
-        """Return four sizes in bytes for one parameter: the size of its weight, of its gradient, of
-        the gradient's float32 copy (0 unless gradients are summed in fp16 or bf16), and of its
-        optimizer state. The optimizer state includes a separate master weight if weights are in a
-        16-bit type."""
+        """Return four sizes in bytes for one parameter: its weight, its gradient, the gradient's
+        float32 copy (0 unless gradients are summed in fp16 or bf16), and its optimizer state. The
+        optimizer state includes a separate master weight if weights are in a 16-bit type."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
         state = self.method.kinds + (self.compute_bytes < FLOAT32.bytes)
@@ -406,8 +405,8 @@ class MemoryModel:
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """Return the bytes that every backward of a rank needs in addition to its own working
-        memory: an activation and a gradient in transit for each neighbouring stage, and gathered
-        parts of sharded state."""
+        memory: an activation and a gradient in transit for each neighbouring stage, and, if the
+        state is sharded, temporary whole gradients and weights."""
         stages = placement_of(layout).stages_of(rank)
         # `sides` is the number of directions in which the rank has neighbouring stages: previous
         # and next. A rank with several stages may have both, even if it has the model's first or
@@ -434,9 +433,9 @@ class MemoryModel:
 
 
 def _flight_key(layout: Layout, microbatches: int) -> tuple[object, ...]:
-    """Return the settings of a layout that determine the memory of a pipeline rank's ops. This
-    memory is cached by these settings. Sharding is not among the settings, so a search that tries
-    several shardings of a layout computes the memory only once."""
+    """Return the settings of a layout that determine the memory of a pipeline rank's ops. The
+    settings are the key of a cache of this memory. Sharding is not among them, so a search that
+    tries several shardings of a layout computes the memory only once."""
     sizes = (layout.dealing, layout.pipeline, layout.virtual, layout.first_layers)
     how = (layout.schedule, layout.recompute, layout.recompute_layers)
     return activation_key(layout), *sizes, *how, microbatches

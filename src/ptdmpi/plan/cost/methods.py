@@ -89,9 +89,9 @@ def neighbours(name: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Told:
-    """The sizes of a rank's messages: the number of `elements`, the bytes of one element of its
-    gradients and of its master weights, and the shape (lines, length of a line) of the tiles that
-    PowerSGD factorizes."""
+    """The numbers that determine the sizes of a rank's messages. The rank has `elements` gradients
+    of `gradient_bytes` bytes each, and as many master weights of `master_bytes` bytes each. `tile`
+    is the shape (lines, length of a line) of the tiles that PowerSGD factorizes."""
 
     elements: float
     gradient_bytes: int
@@ -159,9 +159,9 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Return the approximate bytes of the codes that one of `n` ranks exchanges in a step, by kind
-    of message. For an all-gather and an all-reduce, the result has the bytes of the whole tensor
-    (`ptdmpi.base.traffic`)."""
+    """Return the approximate bytes of the codes that one of `n` ranks exchanges in a step, as a
+    dict from the kind of message to bytes. For an all-gather and an all-reduce, these are the bytes
+    of the whole tensor (as in `ptdmpi.base.traffic`)."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # a rank sends its code to each neighbour
@@ -348,8 +348,8 @@ class MethodTimes(StepTimes):
     """The times, in seconds, of steps with a given data-parallel method, which determines the
     messages between replicas and the state that each replica keeps.
 
-    This class is used only to price layouts that a user gives. A search does not choose the method,
-    because another method would change the training.
+    `ptdmpi` uses this class only to price layouts that a user gives. A search does not choose the
+    method, because another method would change the training.
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:

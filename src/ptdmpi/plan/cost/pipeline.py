@@ -84,11 +84,12 @@ class StageTimes:
         """Return a lower bound of the pipeline's time, in seconds. The bound holds for every order
         of ops.
 
-        For each rank, three times are added: the time of the work that other ranks must do before
-        this rank's first forward, the time of all work of this rank, and the time of the work that
-        other ranks must do after its last backward. The bound is the maximum of these sums over the
-        ranks. If backwards are split, the third time is 0: after the last I (gradient of the
-        input), only weight gradients remain, which all ranks can compute at the same time.
+        For each rank, three times are added. The first is the time of the work that other ranks
+        must do before this rank's first forward. The second is the time of all work of this rank.
+        The third is the time of the work that other ranks must do after this rank's last backward.
+        The bound is the maximum of these sums over the ranks. If backwards are split, the third
+        time is 0: after the last I (gradient of the input), only weight gradients remain, which all
+        ranks can compute at the same time.
         """
         bound = before = after = 0.0
         seen: set[int] = set()
@@ -157,8 +158,8 @@ def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     """Return the seconds from the first forward to the last backward in the schedule `kind`.
 
     For a schedule with more than `MOST_OPS` ops, the time is extrapolated from fewer microbatches.
-    This is possible because each further microbatch adds the same time in the steady state of the
-    pipeline.
+    In the pipeline's steady state, each further round of microbatches adds the same time, so the
+    extrapolation is good.
     """
     p, stages = times.placed.pipeline, times.placed.stages
     # A round is p microbatches. `most` microbatches are whole rounds, and at least two, because the

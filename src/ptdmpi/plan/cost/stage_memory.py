@@ -62,9 +62,9 @@ class KindBytes:
 
 @dataclass(frozen=True)
 class SplitBytes:
-    """Bytes of the operands that a split backward keeps from I (gradient of the input) to W
-    (gradients of the weights) in the embedding and in the head, for one microbatch. `head_adds` is
-    the working memory that W needs in addition to the operands of the head.
+    """Bytes of the operands that a split backward of the embedding and of the head keeps from I
+    (gradient of the input) to W (gradients of the weights), for one microbatch. `head_adds` is the
+    working memory that W needs in addition to the operands of the head.
     """
 
     embedding: int
@@ -73,9 +73,9 @@ class SplitBytes:
 
 
 class Cut(NamedTuple):
-    """The properties of a layout that determine which part of the model each rank has: the
-    placement of stages on ranks, the number of layers of the first stage (None if the planner
-    chooses it), and the distribution of experts over ranks."""
+    """The properties of a layout that determine which part of the model each rank has. `placed` is
+    the placement of stages on ranks. `first` is the number of layers in the first stage, or None if
+    the planner chooses it. `dealing` is the distribution of experts over ranks."""
 
     placed: Placement
     first: int | None
@@ -331,9 +331,10 @@ class StageMemory:
         return most
 
     def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
-        """Return three maxima for a pipeline rank: the most elements of one place (embedding, a
-        layer or the head), the most elements of two adjacent places, and the most elements of two
-        adjacent places if frozen elements are included.
+        """Return three maxima for a pipeline rank. A place is the embedding, a layer or the head.
+        The first is the largest number of elements of one place. The second is the largest number
+        of elements of two adjacent places. The third is the same as the second, but includes frozen
+        elements.
 
         The first two maxima are over trained elements only. Two places are in memory at the same
         time: the current place and the next place (`plan.schedule.places`). DeepSpeed of 2021
@@ -423,8 +424,8 @@ class StageMemory:
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
     """Return the bytes that the forwards of layers without a backward need in addition to the bytes
     that the stage keeps for a microbatch. The number is the maximum over these layers, because they
-    run one after the other. It is 0 if the stage has no such layer, or if the stage keeps more
-    bytes than any of these layers needs."""
+    run one after the other. The result is 0 if the stage has no such layer, or if the stage keeps
+    more bytes than any of these layers needs."""
     layers = memory.runs_of(memory.split(layout)[stage])
     idle = {trained_kind(run.kind) for run in layers if run.kind.idle}
     if not idle:

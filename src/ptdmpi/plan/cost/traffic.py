@@ -115,8 +115,8 @@ class StepTraffic:
         return self.layout.shards > 1 and any(self._summed(rank) for rank in ranks)
 
     def assumption(self, group: str, kind: str) -> str:
-        """Return the assumption that the count of the messages `kind` in the group of ranks `group`
-        makes. Return "" if this count is exact."""
+        """Return the assumption under which the messages of the kind `kind` in the group of ranks
+        `group` are counted. Return "" if their count is exact."""
         if group == DATA and encodes(self.method.section):
             return "matrices are large"
         grid = layout_grid(self.layout)
@@ -182,8 +182,8 @@ class StepTraffic:
         return tally
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
-        """Return the traffic over the tensor axis: activations, partial gradients, norms, and
-        slices of the matrices that the optimizer updates as wholes. `norms` is the number of norms
+        """Return the traffic over the tensor axis: activations, summands of gradients, norms, and,
+        if Muon updates whole matrices, the slices of these matrices. `norms` is the number of norms
         that the step computes."""
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
@@ -258,8 +258,8 @@ class StepTraffic:
     @property
     def _is_scattered(self) -> bool:
         """Return True if each tensor-parallel rank sends only its slice of the activations to the
-        next stage. This is possible because all tensor-parallel ranks hold the same activations: if
-        each rank sends a different slice, the next stage still receives every element."""
+        next stage. All tensor-parallel ranks hold the same activations, so the next stage still
+        receives every element if each rank sends a different slice."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -394,8 +394,8 @@ class StepTraffic:
 
 
 def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
-    """Return the complete matrices that a rank updates (with Muon), and the slices of matrices that
-    ranks exchange for these updates. `shard` is the rank's number in its shard group."""
+    """Return the matrices that a rank updates with Muon, and the slices of matrices that ranks
+    exchange for these updates. `shard` is the rank's number in its shard group."""
     if not of.method.matrices:
         return Dealt()
     layout = of.layout

@@ -88,13 +88,13 @@ class UpdateTimes:
     def _update_bytes(self, one_pass: bool) -> list[int]:
         """Return the bytes per parameter that each kernel of the update moves.
 
-        There are up to six kernels: they convert the gradient to float32 (if it is in fp16 or
-        bf16), divide it by the loss scale (in fp16), compute the norm, scale the gradient to clip
-        it, run the optimizer, and copy the master weight to the weight (if the weight is in fp16 or
-        bf16). The optimizer's kernel reads gradient, master weight and moments, and writes master
-        weight and moments. In all, this kernel moves 7 float32 numbers per parameter for AdamW and
-        3 for SGD. If `one_pass` is True, one kernel in Triton scales the gradient, runs the
-        optimizer, writes the weight and clears the gradient.
+        There are up to six kernels. In order, they convert the gradient to float32 (if it is in
+        fp16 or bf16), divide the gradient by the loss scale (in fp16), compute the norm, scale the
+        gradient to clip it, run the optimizer, and copy the master weight to the weight (if the
+        weight is in fp16 or bf16). The optimizer's kernel reads gradient, master weight and
+        moments, and writes master weight and moments. In all, this kernel moves 7 float32 numbers
+        per parameter for AdamW and 3 for SGD. If `one_pass` is True, one kernel in Triton scales
+        the gradient, runs the optimizer, writes the weight and clears the gradient.
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]

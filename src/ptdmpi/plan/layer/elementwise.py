@@ -269,9 +269,9 @@ class AddResidual(Operator):
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes that are needed to draw the dropout mask: the bytes of the
-        hashes from which the mask is computed, and of two tensors as large as the sublayer's
-        output. A kernel in Triton needs only one such tensor."""
+        """Return the number of bytes that are needed to draw the dropout mask. Drawing needs the
+        hashes from which the mask is computed, and two tensors as large as the sublayer's output. A
+        kernel in Triton needs only one such tensor, and no hashes."""
         if not sizes.drops:
             return 0
         local = self._elements(sizes)

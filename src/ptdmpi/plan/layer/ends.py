@@ -117,7 +117,7 @@ class SelectPositions(Operator):
     [selected positions, hidden size]. Every tensor-parallel rank gets all selected positions.
 
     If `predicted` is True, the masked positions, whose tokens the head predicts, are selected. If
-    `samples` is True, one position of each sequence is selected, too. `has_backward` is True if an
+    `samples` is True, one position of each sequence is also selected. `has_backward` is True if an
     earlier operator is trained. `feeds_trained` is True if a trained linear layer reads the
     selected activations, so that they are kept.
     """

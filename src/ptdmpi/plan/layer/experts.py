@@ -373,9 +373,9 @@ class MixExperts(Operator):
         return sizes.local_tokens * self.up.inputs
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the operands of the weight gradients: the input rows and the gradients of the
-        output rows of both linear layers of the experts, the operands of adapters, and the operands
-        of the router."""
+        """Yield the operands of the weight gradients. For both linear layers of the experts, these
+        are the input rows and the gradients of the output rows. The adapters and the router also
+        have operands."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         width = 2 * (self._ranks("up") + self._ranks("down"))
         if self.keeps_rows:
@@ -394,9 +394,9 @@ class MixExperts(Operator):
         return self._input_elements(sizes) * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the input, of gathered tensors, of the router's
-        tensors, and of the tensors of one expert, which in the worst case has all tokens of the
-        microbatch."""
+        """Return the bytes of these tensors: the gradient of the input, gathered tensors, the
+        router's tensors, and the tensors of one expert. In the worst case, this expert has all
+        tokens of the microbatch."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         tokens, most = self._tokens(sizes), self._largest_group(sizes)
         whole = tokens * h * (2 * c + (wide if wide > c else 0))

@@ -83,9 +83,9 @@ RULES: Mapping[type[Part], Mapping[str, FieldRule]] = {
 
 
 def require_fitting(name: str, rows: Sequence[Operator], hidden: int) -> None:
-    """Raise InputError if an operator of `rows`, the operators of the sublayer `name`, has a field
-    or a part with an illegal value, or if the operators do not fit each other. `hidden` is the
-    hidden size of the model."""
+    """Raise InputError if an operator has a field or a part with an illegal value, or if the
+    operators do not fit each other. `rows` are the operators of the sublayer `name`. `hidden` is
+    the hidden size of the model."""
     for row in rows:
         for mistake in (*_in_fields(row), *_in_parts(row)):
             raise InputError(f"model.sublayers: {name}: the operator {row.name!r} {mistake}")

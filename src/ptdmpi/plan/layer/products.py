@@ -327,8 +327,8 @@ class Multiply(Operator):
         return kept + low_bit.scaled_forward_bytes(sizes, shape, rows, copies)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the input, and of the gradient of the weight until it
-        is added to the sum of gradients.
+        """Return the bytes of two gradients: of the input, and of the weight until its gradient is
+        added to the sum of gradients.
 
         A row-parallel linear layer computes the gradient of the weight first, and any other linear
         layer computes the gradient of the input first. The result includes the bytes that the

@@ -38,14 +38,14 @@ class RunMethod:
 
     `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). If
     `matrices` is True, the optimizer (Muon) updates each matrix of a layer as a whole, and keeps
-    one value fewer per element of a matrix. `steps` is the number of steps of the run. It is needed
-    because a run that measures the consensus distance (how far the replicas are apart) always
-    measures it in the last step. The norm of each rank's own gradient is computed every
-    `noise_every` steps, or never if `noise_every` is 0. `copies` is the number of files that a node
-    keeps in its memory for each of its ranks, so that a failed run can continue without reading a
-    disk. Each file is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`;
-    if it is True, gradients are summed along a tree over the microbatches. `one_pass` is True if a
-    kernel in Triton can do the complete update.
+    one value fewer per element of a matrix. `steps` is the number of steps of the run. A run that
+    measures the consensus distance (how far the replicas are apart) always measures it in the last
+    step, so this object must know the last step. The norm of each rank's own gradient is computed
+    every `noise_every` steps, or never if `noise_every` is 0. `copies` is the number of files that
+    a node keeps in its memory for each of its ranks, so that a failed run can continue without
+    reading a disk. Each file is a rank's shard of a checkpoint. `reproducible` is the key
+    `run.reproducible`; if it is True, gradients are summed along a tree over the microbatches.
+    `one_pass` is True if a kernel in Triton can do the complete update.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -90,7 +90,7 @@ class RunMethod:
     @property
     def averaged_kinds(self) -> int:
         """Return the number of values per parameter that are averaged if replicas differ: 1 for the
-        weight, plus the number of moments if moments are averaged, too."""
+        weight, plus the number of moments if moments are also averaged."""
         if self.section.average_moments:
             return 1 + self.moments
         return 1
@@ -104,9 +104,9 @@ class RunMethod:
         return asked and self.section.method in DIFFERING
 
     def norms(self, step: int) -> int:
-        """Return the number of norms that step `step` (counted from 0) computes: the norm of the
-        gradients, the consensus distance if the step measures it, and the norm of a rank's own
-        gradient if the step records the gradient noise."""
+        """Return the number of norms that step `step` (counted from 0) computes. Every step
+        computes the norm of the gradients. Some steps also compute the consensus distance, and some
+        the norm of a rank's own gradient, for the gradient noise."""
         own = self.noise_every > 0 and (step + 1) % self.noise_every == 0
         return 1 + self.measures(step) + own
 

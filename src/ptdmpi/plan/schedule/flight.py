@@ -4,8 +4,8 @@ the sizes of the model.
 
 The function `held.held` visits all ops of an order to find the highest memory of one model and
 layout. A search needs the highest memory of thousands of layouts, but these layouts have only a few
-different orders. Therefore the functions of this file visit each order only once. They find the few
-moments at which the memory can be the highest, whatever the sizes of the model are.
+different orders. Therefore the functions of this file visit each order only once. For each order,
+they find the few moments at which the memory of any model can be the highest.
 """
 
 from collections.abc import Iterable

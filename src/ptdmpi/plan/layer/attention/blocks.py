@@ -92,8 +92,8 @@ def product_bytes(sizes: Sizes, backward: bool) -> int:
     # One block's contribution to the gradients of keys or values is in memory until it is added to
     # these gradients.
     added = scores // (group * min(block, shape.queries)) * max(d, v) * wide
-    # for each score, the backward holds its tanh (with a cap), its probability, a copy of the
-    # probability in the type of the products, and the gradients of score and probability
+    # For each score, the backward holds the probability, a copy of the probability in the type of
+    # the products, and the gradients of both. With a soft cap, it also holds the score's tanh.
     derivative = capped + c + 2 * operand + (operand if c < operand else 0)
     return copies + scores * max(softmax, derivative) + added
 

@@ -207,9 +207,9 @@ class Attend(Operator):
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that explicit attention keeps. Explicit attention stores its scores; it
-        is used if attention weights have dropout. The tensors are the causal mask (if attention is
-        causal) and several tensors as large as the scores: the probabilities before and after
-        dropout, the dropout mask, and, with a soft cap, the values tanh(score / cap)."""
+        is used if attention weights have dropout. The tensors are the causal mask, if attention is
+        causal, and several tensors as large as the scores. These are the probabilities before and
+        after dropout, the dropout mask, and, with a soft cap, the values tanh(score / cap)."""
         model, scores = sizes.model, _scores(sizes)
         if model.attention == "causal":
             queries = core_shape(sizes).queries
@@ -321,9 +321,9 @@ class Attend(Operator):
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward if a CPU computes attention in blocks of
-        queries. The result counts the gradients of all operands and of the output, and the
-        gradients that the kernel returns for one block of queries (with up to all keys). A copy of
-        the output's gradient is added."""
+        queries. The result counts the gradients of all operands and of the output, a copy of the
+        output's gradient, and the gradients that one call of the kernel returns. A call has one
+        block of queries, with up to all keys."""
         shape, d, both = core_shape(sizes), sizes.model.head_size, sizes.key_value_size
         block = queries_at_once(sizes)
         rows = shape.heads * (both * _rows(sizes) + 3 * d * block * sizes.layout.micro_size)
@@ -331,8 +331,8 @@ class Attend(Operator):
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that are needed to draw the dropout mask of the attention
-        weights: the bytes of the hashes from which the mask is computed, and of two tensors as
-        large as the scores."""
+        weights. Drawing needs the hashes from which the mask is computed, and two tensors as large
+        as the scores."""
         if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
         scores = _scores(sizes)

@@ -23,12 +23,12 @@ class RingCore:
     """Ring attention: this rank's queries attend to the keys and values of all ranks, which arrive
     one block after the other.
 
-    A block is the keys and values of one rank. It is sent around the ring, and the time on one rank
-    is called a visit. The sequence is cut into two chunks for each rank, so a rank has two chunks
-    of queries, and a block has two chunks of keys. During a visit, there are four pairs of a query
-    chunk and a key chunk. A causal mask hides two of the four pairs. If the visiting block is the
-    rank's own block, the mask hides only one pair, and cuts two of the other pairs along the
-    diagonal.
+    A block is the keys and values of one rank. Each block is sent around the ring of
+    context-parallel ranks, and a visit is the time for which a block is on one rank. The sequence
+    is cut into two chunks for each rank, so a rank has two chunks of queries, and a block has two
+    chunks of keys. During a visit, there are four pairs of a query chunk and a key chunk. A causal
+    mask hides two of the four pairs. If the visiting block is the rank's own block, the mask hides
+    only one pair, and cuts two of the other pairs along the diagonal.
 
     Scores are computed by matrix products in float32 or float64, for some of the queries and one
     chunk of keys at a time, and are not kept.

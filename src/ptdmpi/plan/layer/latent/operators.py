@@ -105,9 +105,9 @@ class JoinLatents(Operator):
         yield MemoryPass(2 * shape.values * e)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the backward. They rotate gradients back, sum the gradient of the
-        rotary key over the heads, and join the rotated and the unrotated part of each input's
-        gradient."""
+        """Yield the kernels of the backward. These kernels rotate gradients back, sum the gradient
+        of the rotary key over the heads, and join the rotated and the unrotated elements of each
+        input's gradient."""
         shape = _Shape.of(sizes)
         e = sizes.compute_bytes
         yield from shape.rotations(e, turns_back=True)
@@ -134,9 +134,9 @@ class JoinLatents(Operator):
         return elements * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients of the inputs, and of the gradient of the queries'
-        rotated elements, which is a separate tensor until it is joined with the rest of the
-        queries' gradient."""
+        """Return the bytes of the gradients of the inputs, and of one more tensor: the gradient of
+        the queries' rotated elements is separate until it is joined with the rest of the queries'
+        gradient."""
         shape = _Shape.of(sizes)
         return (shape.inputs + shape.rotated) * sizes.compute_bytes
 

@@ -5,13 +5,14 @@ The context axis has c ranks, and the data axis has d ranks. S ranks form a shar
 one copy of the sharded state, so there are c d / S shard groups. In a step of m microbatches, each
 rank takes part in these messages:
 
-    ZeRO 0   one sum of the gradients over all c d ranks
-    ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
-             the weights after the update
-    ZeRO 2   m reduce-scatters of each unit, each after its backward; the sum over the groups and
-             the gather of ZeRO 1, unit by unit
-    ZeRO 3   the reduce-scatters and the sum of ZeRO 2, and a gather of each unit, including frozen
-             units, before its forward and before its backward, but not after the update
+    ZeRO 0   a sum of the gradients over all c d ranks
+    ZeRO 1   a reduce-scatter of the gradients within the shard group, a sum of each shard over the
+             shard groups, and a gather of the weights after the update
+    ZeRO 2   for each unit, a reduce-scatter after each of the m backwards, and then the sum and
+             the gather of ZeRO 1
+    ZeRO 3   for each unit, the reduce-scatters and the sum of ZeRO 2, and a gather of the weights
+             before each forward and each backward, but not after the update; frozen units are
+             also gathered
 
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 7; groups: Zhao et al. 2023, arXiv 2304.11277,
 section 3.2.2). A unit is the embedding, a layer, or the head; for DeepSpeed of 2021, each tensor is

@@ -300,7 +300,7 @@ class StepTraffic:
             ZeRO 2   like ZeRO 1, but gradients are scattered in each microbatch     2 psi
             ZeRO 3   weights, including frozen weights, are gathered for each        3 psi
                      forward and each backward of a microbatch, unless they are
-                     still in memory; recomputation uses the weights of its backward
+                     still in memory; recomputation needs no further gather
 
         If several shard groups have copies of the same shards, each shard of the gradients is also
         summed over these groups. If experts are distributed over ranks, the gradients of all other

@@ -312,8 +312,8 @@ class MixExperts(Operator):
         return sizes.layout.micro_size * self.count
 
     def _sums_loads(self, sizes: Sizes) -> Iterator[Message]:
-        """Yield the sums of the loads over the ranks that route other tokens of the same
-        sequences."""
+        """Yield the messages that sum loads over the ranks that route other tokens of the same
+        sequences. A load is the number of tokens of an expert."""
         size = self._sequence_loads(sizes) * LOAD_BYTES
         if sizes.layout.dealing.whole:
             yield Message("all_reduce", size)
@@ -328,11 +328,11 @@ class MixExperts(Operator):
 
     def _exchanges(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
         """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
-        the numbers of rows, the rows (activations of tokens), their weights and the results of the
-        experts. The backward sends the gradients of results, rows and weights; if nothing before
-        the operator is trained, it sends only the gradients of results. The sizes of the messages
-        are means, because the number of rows that a rank sends depends on the experts that the
-        router chooses."""
+        the numbers of rows, the rows (activations of tokens), the weights of the rows, and the
+        results of the experts. The backward sends the gradients of results, rows and weights. If
+        nothing before the operator is trained, the backward sends only the gradients of results.
+        The sizes of the messages are means, because the number of rows that a rank sends depends on
+        the experts that the router chooses."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return

@@ -162,7 +162,7 @@ class Multiply(Operator):
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the gradient of the input and of the bias, a sum over rows."""
+        """Yield the kernels that compute the gradients of the input and of the bias."""
         rows, shape = sizes.rows(self.rows), self.linear.local(sizes.layout.tensor)
         yield from self._unpacked(sizes)
         yield from self._rounded(sizes, rows * shape[1])

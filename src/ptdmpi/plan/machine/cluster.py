@@ -148,8 +148,8 @@ class Software(FrozenTable):
     - `zero_unit` is "tensor" if ZeRO 3 gathers each weight by a message of its own, and "layer" if
       it gathers all weights of a layer by one message.
     - `groups_per_adapter` is the number of groups of a node's ranks that send through the same
-      network adapter if several groups communicate at the same time. If it is more than 1, other
-      adapters are idle meanwhile.
+      network adapter if several groups communicate at the same time. If this number is more than 1,
+      other adapters of the node are idle at that time.
 
     Stages and state:
     - `gradient_bytes` is the size of one element of a gradient in the sum over the data axis.

@@ -92,10 +92,10 @@ class HeldParts:
         The number of elements of a unit is rounded up, so that the unit can be divided into
         `shards` equal shards. If `apart` is True (for ZeRO 2 and 3, and for exchanges that overlap
         with the forward), each layer, the embedding and the head are separate units. If `apart` is
-        False, all parts form one unit. In both cases, some parts are exceptions. A tied table is a
-        separate unit if there are several shards. If a rank uses a tied table both as embedding and
-        as head, the table's gradient from the head is always a separate unit without weights
-        (`SECOND`). If experts are distributed over ranks, they are in separate units (see
+        False, all parts form one unit. In both cases, the following parts are exceptions. A tied
+        table is a separate unit if there are several shards. If a rank uses a tied table both as
+        embedding and as head, the table's gradient from the head is always a separate unit without
+        weights (`SECOND`). If experts are distributed over ranks, they are in separate units (see
         `of_experts`). If `trains` is False, the units contain the frozen weights that ZeRO 3
         gathers, and their names begin with "frozen". Quantized weights are in no unit.
         """

@@ -34,7 +34,7 @@ class StepTimes:
         """Store the cluster and the model. `method` gives the number of optimizer moments per
         parameter and the size of the receive buffers. By default, the ranks sum their gradients,
         and the optimizer is AdamW. Raises InputError if the device has no peak for `precision`."""
-        cluster.device.peak(precision)  # this raises InputError before any other work
+        cluster.device.peak(precision)  # raises InputError if there is no peak
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
         self.method = method or RunMethod()
@@ -277,8 +277,8 @@ def splits(layout: Layout) -> bool:
 
 
 def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
-    """Return the times of a layer's backward. If the schedule of `layout` splits backwards, they
-    are the times of a split backward."""
+    """Return the times of a layer's backward: of a split backward if the schedule of `layout`
+    splits backwards, and otherwise of an unsplit one."""
     if splits(layout):
         return layer.split_backward
     return layer.backward

@@ -207,7 +207,7 @@ class StepTraffic:
     def _summed(self, rank: int) -> list[int]:
         """Return the number of elements in each all-reduce of parameters' gradients over the tensor
         axis. If the state is sharded, each rank sums only its own shard of these elements. The
-        result counts the elements of all shards, and `_tensor` then divides it by the number of
+        result counts the elements of all shards, and `_tensor` divides the result by the number of
         shards."""
         if self.layout.tensor == 1:
             return []
@@ -269,10 +269,10 @@ class StepTraffic:
         )
 
     def _norms(self, norms: int) -> Tally:
-        """Return the traffic of gathering norms among ranks that have different parameters. All
-        ranks send rows of equal length: the largest number of norms that any rank has. `norms` is
-        the number of gathers in a step: one for the norm of the gradient, and more if, for example,
-        the step measures the consensus distance."""
+        """Return the traffic of gathering norms among ranks that have different parameters. In a
+        gather, all ranks send equally many numbers: as many as the rank with the most norms has.
+        `norms` is the number of gathers in a step: one for the norm of the gradient, and more if,
+        for example, the step measures the consensus distance."""
         ranks = layout_grid(self.layout).size_of(PARAMETERS)
         longest = max(map(self.held.counted, range(self.layout.pipeline)))
         tally = Tally(ranks)

@@ -273,8 +273,8 @@ class CrossEntropy(Operator):
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of a softmax. They convert the logits to float32, compute the maximum
         of each row, subtract the maximum, take exponentials, add the exponentials up, and divide by
-        this sum. The kernels of maximum and sum write almost nothing. A Triton kernel instead reads
-        the logits once."""
+        this sum. The kernels of maximum and sum write only one number per row, which is not
+        counted. A Triton kernel instead reads the logits once."""
         if self._by_triton(sizes):
             yield MemoryPass(self.logits(sizes) * sizes.compute_bytes)
             return

@@ -48,14 +48,15 @@ def widest_data_size(ranks: int, model_ranks: int, most: int, sequences: int) ->
 def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) -> list[int]:
     """Return, for each rank of `grid`, the index of the survivor that takes its coordinates.
 
-    `held[i]` has the former coordinates of survivor i, or None if it was a spare rank. The former
-    grid differs from `grid` at most in the size of the axis `YIELDING`. `nodes[i]` is the node of
-    survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
-    coordinates. Tensor-parallel groups therefore stay on their nodes, and little state must be
-    sent. A seat is a position in the grid whose rank was lost. A survivor is free if it was a spare
-    rank, or if its replica is not kept. The seat goes to a free survivor that holds the state of
-    this position. If there is no such survivor, the seat goes to a free survivor on the node of the
-    seat's tensor-parallel group, or else to the first free survivor."""
+    `held[i]` has the former coordinates of survivor i. It is None if survivor i was a spare rank,
+    or if the number of shards has changed, so that no former shard can be used. Apart from this
+    case, the former grid differs from `grid` at most in the size of the axis `YIELDING`. `nodes[i]`
+    is the node of survivor i. The replicas that lost the fewest ranks are kept, and their ranks
+    keep their coordinates. Tensor-parallel groups therefore stay on their nodes, and little state
+    must be sent. A seat is a position in the grid whose rank was lost. A survivor is free if it has
+    no former coordinates, or if its replica is not kept. The seat goes to a free survivor that
+    holds the state of this position. If there is no such survivor, the seat goes to a free survivor
+    on the node of the seat's tensor-parallel group, or else to the first free survivor."""
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
     for survivor, place in enumerate(held):

@@ -63,7 +63,7 @@ class Machine:
         self.peak = device.peak(dtype)
         rate = self.peak
         if element_bytes > 1 and PRECISIONS[dtype].product.scaled and "bf16" in device.peak_flops:
-            rate = device.peak("bf16")  # for all matrix products except those of 8-bit codes
+            rate = device.peak("bf16")  # except for products of 8-bit codes
         self.tile_rate = rate * reached.gemm_fraction / device.multiprocessors
         self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
         self._gemms: dict[tuple[int, int, int, int], float] = {}
@@ -191,7 +191,8 @@ class Machine:
 
         `products` is the number of matrix products: 2 in a forward, 5 in a backward. Inputs are
         read once, and outputs are written once. Exponentials do not overlap with the matrix
-        products of the same tile (Shah et al. 2024, arXiv 2407.08608, section 3.1).
+        products of the same tile (Shah et al. 2024, arXiv 2407.08608, section 3.1), so the times of
+        both are added.
         """
         device = self.cluster.device
         scores = self.causal_scores(rows, columns)

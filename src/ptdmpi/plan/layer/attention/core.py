@@ -268,11 +268,11 @@ class Attend(Operator):
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward.
 
-        If scores are stored, the result counts the gradient of the values, and the tensors as large
-        as the scores that are in memory at the same time. With dropout, these are the gradient that
-        a kernel reads and the gradient that it writes, and on a CPU also a copy of the dropout mask
-        in the type of the gradients. If no scores are stored, the result counts the gradients of
-        the operands and of the output. The output itself is added if the kernel's backward reads
+        If scores are stored, the result counts the gradient of the values, and all tensors of the
+        size of the scores that are in memory at the same time. With dropout, two such tensors are
+        the gradients that a kernel reads and writes. On a CPU, a third one is a copy of the dropout
+        mask in the type of the gradients. If no scores are stored, the result counts the gradients
+        of the operands and of the output. The output itself is added if the kernel's backward reads
         it, but the planner counts it as freed (`_has_output_again`).
         """
         if _in_ring(sizes):

@@ -94,8 +94,8 @@ class Corpus(Protocol):
         """
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the encoded blocks of the groups in `work`, in order. Blocks before
-        `work.first_block` may be yielded or skipped."""
+        """Yield the encoded blocks of the groups in `work`, in order. A corpus may leave out blocks
+        before `work.first_block`, because they are already in finished shards."""
 
 
 class _Stopped(InputError):
@@ -191,8 +191,8 @@ class _Run:
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
     """Call `action` on all ranks, and return its result on this rank. If the call fails on some
-    ranks, raise InputError on all ranks, with the message of the lowest rank that has failed. But a
-    rank whose call fails with another error than InputError raises this error."""
+    ranks, raise InputError on all ranks, with the message of the lowest rank that has failed. If
+    the error is not an InputError, the rank on which it occurred raises it unchanged."""
     try:
         result = action()
     except Exception as error:

@@ -142,9 +142,9 @@ class Duplicates:
     group.
 
     The file "keys" contains the keys of the group's documents. The file "begun" contains, for each
-    task, the number of the group's documents that begin before the task. Its last entry is the
-    number of all documents of the group. The file "dropped" contains a bool for each document,
-    which is True if the document is left out.
+    task, the number of the group's documents that begin before the task. The last entry of this
+    file is the number of all documents of the group. The file "dropped" contains a bool for each
+    document, which is True if the document is left out.
     """
 
     def __init__(self, folder: Path, kind: str):

@@ -78,7 +78,8 @@ class Encoded:
     lengths: np.ndarray  # the number of tokens of each segment: int64 [segments]
     # True if the segment ends its document, with the end-of-document token: bool [segments].
     ended: np.ndarray
-    # True if the document is held out; only a document's first segment counts: bool [segments].
+    # True if the document is held out: bool [segments]. The value is valid only for the first
+    # segment of a document.
     held_out: np.ndarray
     begins: np.ndarray  # True if the segment begins its document: bool [segments]
     counters: CorpusCounters  # a document is counted in the task in which it ends
@@ -257,8 +258,8 @@ def _rows(
 
 
 def document_share(first_piece: bytes) -> float:
-    """Return a pseudorandom number in [0, 1) that depends only on the first piece of a document. It
-    is computed from the piece's 8-byte BLAKE2b digest."""
+    """Return a pseudorandom number in [0, 1) that depends only on the first piece of a document.
+    The number is computed from the piece's 8-byte BLAKE2b digest."""
     digest = hashlib.blake2b(first_piece, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 

@@ -110,8 +110,9 @@ def format_description(description: dict[str, Any]) -> str:
 
 
 def _tokenizer_problems(header: ShardHeader) -> list[str]:
-    """Return a list with the mistake in the copy of the tokenizer next to a shard. The list is
-    empty if the copy is correct or missing, or if the shard's tokenizer has no file."""
+    """Return a list with one text that describes the mistake in the copy of the tokenizer next to a
+    shard. The list is empty if the copy is correct or missing, or if the shard's tokenizer has no
+    file."""
     suffix = Path(header.tokenizer).suffix
     copy = header.path.with_name(TOKENIZER_COPY + suffix)
     if suffix not in (".json", ".model"):

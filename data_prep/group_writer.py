@@ -1,5 +1,5 @@
 """Writing of a group to shards, and of the group's progress to a file. A group is a part of a
-corpus that one rank encodes and writes. It consists of tasks (see `sources.Task`)."""
+corpus that one rank encodes and writes. A group consists of tasks (see `sources.Task`)."""
 
 from typing import Self
 
@@ -44,7 +44,8 @@ class GroupWriter:
         mixed = None
         if sides.any() and not sides.all():
             mixed = np.repeat(sides, encoded.lengths)
-        ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end in this task]
+        # the index of the first token after each document: int64 [documents that end in this task]
+        ends = np.cumsum(encoded.lengths)[encoded.ended]
         position = self._progress.token if encoded.index == self._progress.task else 0
         while position < encoded.tokens.size:
             soft = position + max(1, self._shard_tokens - self._tokens)
@@ -56,7 +57,7 @@ class GroupWriter:
             stop = min(cut, encoded.tokens.size)
             inside = ends[(ends > position) & (ends <= stop)]
             if full and not (inside.size and inside[-1] == stop):
-                inside = np.append(inside, stop)  # the shard must end inside a document
+                inside = np.append(inside, stop)  # cut a document that is too long for the shard
             tokens = encoded.tokens[position:stop]
             inside = inside - position
             if mixed is None:

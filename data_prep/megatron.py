@@ -1,13 +1,19 @@
 """Megatron-LM's indexed datasets: `PREFIX.bin` contains the tokens, and `PREFIX.idx` contains the
 positions of the sequences.
 
-The index consists of these fields, all little-endian: `MMIDIDX` and two zero bytes; the version,
-which is 1, as uint64; a code for the type of a token, as uint8; the number S of sequences and the
-number D + 1 of document bounds, both as uint64. (D is the number of documents.) Three arrays
-follow: int32 [S], the lengths in tokens; int64 [S], the byte offsets into the .bin file; int64 [D +
-1], the document bounds, which are sequence numbers from 0 to S. In a dataset for GPT, a document is
-usually one sequence; in a dataset for BERT, a document has one sequence per sentence. Source:
-megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
+The index of S sequences and D documents consists of these fields, all little-endian:
+
+- `MMIDIDX` and two zero bytes
+- uint64: the version, which is 1
+- uint8: a code for the type of a token
+- uint64: S
+- uint64: D + 1, the number of document bounds
+- int32 [S]: the lengths of the sequences in tokens
+- int64 [S]: the byte offsets of the sequences in the .bin file
+- int64 [D + 1]: the document bounds, which are sequence numbers from 0 to S
+
+In a dataset for GPT, a document is usually one sequence. In a dataset for BERT, a document has one
+sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
 """
 
 import struct
@@ -167,9 +173,9 @@ class MegatronIndex:
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield all documents, in order, in blocks of at most BLOCK_TOKENS tokens.
 
-        The blocks depend only on the documents. They do not depend on the division of the documents
-        into sequences, or on the order of the sequences in the .bin file. Raise InputError for
-        impossible lengths, offsets and bounds.
+        The blocks depend only on the documents, not on the division of the documents into sequences
+        or on the order of the sequences in the .bin file. Raise InputError for impossible lengths,
+        offsets and bounds.
         """
         for window in self._windows():
             base = int(window[0])

@@ -31,7 +31,8 @@ class TiktokenTokenizer:
             raise InputError(f"tokenizer tiktoken:{encoding} needs tiktoken: {MISSING}") from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)
-        # the errors of the cache, the download and the registry have no common base class
+        # catch every exception, because the errors of the cache, the download and the registry have
+        # no common base class
         except Exception as error:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise InputError(
@@ -51,8 +52,8 @@ class TiktokenTokenizer:
 
     def _hash(self) -> str:
         """Return a hash of the ids and bytes of all tokens, of the names of the special tokens, and
-        of the token ids of a sample text. It does not depend on the files in which tiktoken stores
-        the encoding."""
+        of the token ids of a sample text. The hash does not depend on the files in which tiktoken
+        stores the encoding."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)

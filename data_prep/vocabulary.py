@@ -20,9 +20,9 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
 
-# The names of end-of-document tokens, in order of preference. They are used if a model's files do
-# not name this token. <eos> comes before </s>, because Gemma's vocabulary also contains </s>, as an
-# HTML tag. The last name is for BERT, whose models have no room for a new id.
+# The names of end-of-document tokens, in order of preference. This list is used if a model's files
+# do not name its end-of-document token. <eos> comes before </s>, because Gemma's vocabulary also
+# contains </s>, as an HTML tag. The last name is for BERT, whose models have no room for a new id.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
 # files next to a tokenizer.json that may contain the id that ends a text
 NAMING = ("config.json", "generation_config.json")
@@ -68,8 +68,8 @@ class Tokenizer(Vocabulary, Protocol):
 
 class MarkedTokenizer(Tokenizer, Protocol):
     """A tokenizer that can also encode the name of a special token in a text, such as
-    <|endoftext|>, as this token. This is needed for chat templates, which write such names into
-    texts."""
+    <|endoftext|>, as this token. Chat templates need such a tokenizer, because they write the names
+    of special tokens into texts."""
 
     special: frozenset[str]  # names of the tokenizer's special tokens
 
@@ -135,8 +135,8 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str | Path):
         """Load the file `path`. Raise InputError if the file is not a tokenizer.json, or if a file
         of its model is damaged."""
-        # Several processes encode in parallel, so the library's own threads would use more threads
-        # than cores.
+        # Switch off the threads of the library, because several processes encode in parallel. With
+        # threads in each process, there would be more threads than cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
@@ -201,8 +201,8 @@ class HuggingFaceTokenizer:
 
 
 class GigatokenTokenizer(HuggingFaceTokenizer):
-    """A tokenizer from a `tokenizer.json` file that uses the library gigatoken. It gives the same
-    tokens as `HuggingFaceTokenizer`, but is much faster, because it caches words.
+    """A tokenizer from a `tokenizer.json` file that uses the library gigatoken. The tokenizer gives
+    the same tokens as `HuggingFaceTokenizer`, but is much faster, because it caches words.
 
     gigatoken would encode the name of a special token in a text as this token. So texts that
     contain such a name are encoded with the library `tokenizers`. As a check, the beginning of each
@@ -223,7 +223,8 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
         self._special = re.compile("|".join(special) or r"(?!)")
         try:
             self._fast = self._open()
-        # the errors for unsupported tokenizers have no common base class
+        # catch every exception, because the errors for unsupported tokenizers have no common base
+        # class
         except Exception as error:
             raise InputError(
                 f"tokenizer {GIGATOKEN}{path}: {error}; try it without {GIGATOKEN}"
@@ -278,8 +279,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 @lru_cache(1)
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
     """Load the tokenizer in the file `path`. If `fast` is True, use the library gigatoken. `state`
-    contains the sizes and modification times of all files of the tokenizer. It is an argument only
-    to be part of the cache key."""
+    contains the sizes and modification times of all files of the tokenizer. The function has the
+    argument `state` only because all arguments are part of the cache key, so that changed files are
+    loaded again."""
     if fast:
         return GigatokenTokenizer(path)
     if path.suffix == ".model":

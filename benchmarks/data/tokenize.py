@@ -6,12 +6,12 @@ sources of Python's standard library), and a BPE tokenizer that is trained on a 
 
 - in one process, after a warm-up: `ptdmpi-data tokenize` is compared with direct calls of
 `encode_batch` and `encode_batch_fast` on texts in memory.
-- on all cores: the complete commands of the tools are compared. A rate is the difference in tokens
-between two corpora of different length, divided by the difference in time, so that the start-up
-time (imports, the tokenizer's file, processes) cancels. The table has a separate column for the
-total time. Fast tools also tokenize a longer corpus, because their times for the two corpora differ
-too little. Direct calls run in one process per core, and each process tokenizes a separate file of
-the corpus.
+- on all cores: the complete commands of the tools are compared. A rate is computed from two corpora
+  of different length: the difference in tokens, divided by the difference in time. The start-up
+  time (imports, the tokenizer's file, processes) cancels in the difference. The table has a
+  separate column for the total time. Fast tools also tokenize a longer corpus, because their times
+  for the two corpora differ too little. Direct calls run in one process per core, and each process
+  tokenizes a separate file of the corpus.
 """
 
 import json
@@ -174,7 +174,7 @@ if __name__ == "__main__":
 class Tool:
     """A command that tokenizes a corpus. `words` is a function that returns the command line for a
     corpus, an output folder and a number of cores. `written` is a pattern of names of output files,
-    in which each token has 2 bytes. It is None if the tool writes no such files."""
+    in which each token has 2 bytes. `written` is None if the tool writes no such files."""
 
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None

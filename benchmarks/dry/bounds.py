@@ -1,7 +1,8 @@
-"""A check of the counts in docs/reference/gpu-dry.md against bounds. The launches of one layer of
-ptdmpi, the bytes that it moves outside of matrix products, and its activations are each compared
-with the smallest value of the other trainers, and cuDNN must compute its attention. The counted
-peak of memory is compared with the planner's prediction."""
+"""A check of the counts in docs/reference/gpu-dry.md against bounds. Three counts of one layer of
+ptdmpi are compared with the smallest count of the other trainers: the launches, the bytes that are
+moved outside of matrix products, and the bytes of activations. A further check is that cuDNN
+computes ptdmpi's attention. The counted peak of memory is compared with the planner's
+prediction."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,8 @@ OURS = "ptdmpi"
 # column -> the greatest allowed ratio of ptdmpi's count to the smallest count of another trainer
 OF_BEST = {"launches": 0.8, "GB outside of products": 0.8, "activations, GB": 1.0}
 PLANNED = 0.05  # greatest allowed relative difference of a counted peak from the planned peak
-# The launches by cuDNN in the forward and backward of one layer of ptdmpi: its attention.
+# The number of launches by cuDNN in the forward and backward of one layer of ptdmpi. These launches
+# compute attention.
 CUDNN, OF_CUDNN = "by cuDNN", 2
 PEAK, PLANNED_PEAK = "peak, GB", "planned peak, GB"
 
@@ -20,7 +22,8 @@ Rows = Mapping[str, Any]
 def missed(rows: Rows) -> dict[str, str]:
     """Return a text for each row whose counts violate a bound: the counted value and the bound.
     `rows` are the rows of one table, by name. A row for one layer has the name "MODEL: TRAINER".
-    Rows without counts are skipped, because their failures are reported elsewhere.
+    Rows without counts are skipped, because `benchmarks.dry.run` reports the reasons why they have
+    none.
     """
     of_row: dict[str, list[str]] = {}
     for name, why in [*_beside_others(rows), *_beside_planner(rows)]:

@@ -54,7 +54,8 @@ def environment() -> dict[str, str]:
         # Inductor chooses kernels by measured times, and stores its choices in a cache. Times on
         # the null GPU have no meaning, so these choices get a separate cache.
         "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "compiled"),
-        # The driver of the null GPU has no virtual memory.
+        # The driver of the null GPU does not implement virtual memory, which expandable segments
+        # need.
         "PYTORCH_ALLOC_CONF": "expandable_segments:False",
     }
 

@@ -92,10 +92,11 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 
 
 def _without_values(value: Any) -> Any:
-    """Return `value`, or, if it is a tensor of integers, a tensor of its shape without values. The
-    integers are the positions at which documents begin. PyTorch would wait for the device to read
-    them. Without their values, it assumes that all documents are as long as the longest one, so it
-    counts too many FLOPs."""
+    """Return `value`. If it is a tensor of integers, return a tensor of the same shape without
+    values instead. Such integers are the positions at which documents begin. If PyTorch counted
+    FLOPs with these positions, it would wait for the device to read them. Without the positions,
+    PyTorch assumes that all documents are as long as the longest one, so it counts too many
+    FLOPs."""
     if isinstance(value, Tensor) and not value.is_floating_point():
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return value
@@ -107,8 +108,8 @@ def moved_bytes(
     """Return the size of the tensors that an operator reads and writes on a type of device.
 
     Each tensor counts once, with the elements that it has in memory: an expanded dimension counts
-    as one element. A tensor that is changed in place counts as read and as written. It counts only
-    as written if the operator overwrites it without reading it.
+    as one element. A tensor that is changed in place counts as read and as written. If the operator
+    overwrites the tensor without reading it, the tensor counts only as written.
     """
     overwrites = func.overloadpacket.__name__ in OVERWRITES
     read: list[Tensor] = []

@@ -1,5 +1,5 @@
 """The host's processor time for each launch, measured on the null GPU, whose launches return at
-once. It is the only time that can be measured without a GPU."""
+once. This processor time is the only time that can be measured without a GPU."""
 
 import time
 from collections.abc import Callable, Iterator

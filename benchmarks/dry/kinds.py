@@ -1,6 +1,6 @@
 """Counts of launches, waits, bytes, FLOPs and memory in one training step on the null GPU, for
-every kind of training that the tests run on a simulated device, and for kernels that this device
-does not have (compiled ones, and those in Triton)."""
+every kind of training that the tests run on a simulated device. Some kinds are counted again with
+compiled layers and with kernels in Triton, which the simulated device does not have."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ COMPILED = ("gpt bf16", "llama bf16")  # kinds that are also counted with compil
 BY_TRITON = ("gpt bf16", "llama bf16", "dropout")  # kinds that are also counted in Triton
 DOCUMENTS = {"data.document_boundaries": True, "precision.compute": "bf16"}
 OFFLOADED = test_kinds.TWO | {"run.dir": str(FOLDER / "run")}
-# kinds of training on two ranks that the tests run on one rank, or only once
+# kinds of training that are counted on two ranks in addition to the kinds in the tests' tables
 MORE_OF_TWO = {
     "offload": OFFLOADED | {"parallel.offload": "optimizer"},
     "offload to disk": OFFLOADED | {"parallel.offload": "disk"},
@@ -70,7 +70,7 @@ def of_step(config: Config, vocab_size: int, triton: Sequence[str] = ()) -> Coun
     with mock.patch.object(Compressed, "_overflows", _asks_only), offered_attention():
         counts = counted(
             lambda: engine.step(next(steps), placing.place(parts)),
-            by_operator=not (config.run.compile or triton),
+            by_operator=not (config.run.compile is True or triton),
         )
     # A data-parallel method may still receive messages after a step. Wait for these messages: MPI
     # writes them into the memory of this engine, which is freed before the next row is counted.
@@ -105,7 +105,7 @@ def alone(changes: Mapping[str, Any], triton: Sequence[str] = ()) -> Numbers:
         "launches": round(counts.launches),
         CUDNN: round(counts.cudnn),
         "syncs": round(counts.syncs),
-        **(of_operators if not (config.run.compile or triton) else {}),
+        **(of_operators if not (config.run.compile is True or triton) else {}),
         PEAK: counts.peak_bytes / 1e9,
         PLANNED_PEAK: planned / 1e9,
         "peak / planned": counts.peak_bytes / planned,

@@ -13,7 +13,7 @@ from benchmarks.gpu.reasons import reasons
 from benchmarks.gpu.timing import Measurement, Numbers, Row, measured_rows
 
 # Parts whose names end with one of these words are left out, because they compile kernels, compare
-# measured times, or measure another trainer also with compilation.
+# measured times, or measure compiled models of other trainers.
 LEFT_OUT = (COMPILED, "in turn", "by transformers", "by torchtitan", "small kernels")
 
 

@@ -31,9 +31,9 @@ PARTS = {"layers": 1, "operators": 1, "host": 1, "kinds": 1, "two ranks": 2, "ma
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
-    """Run the case of each row of a part's table (such as a kind of training) on the null GPU, and
-    count its launches, bytes and FLOPs. After each row, yield all rows that are finished so far.
-    This process must have the environment of the null GPU."""
+    """Run a part on the null GPU: count launches, bytes and FLOPs for each row of the part's table
+    (such as a kind of training). After each row, yield all rows that are finished so far. This
+    process must have the environment of the null GPU."""
     from benchmarks.dry import host, kinds, layers, measurement, operators
     from benchmarks.gpu.timing import measured_rows
 

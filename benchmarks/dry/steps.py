@@ -69,7 +69,7 @@ def counted(
     """Run a training step twice, and return the counts of the second run. In the first run, PyTorch
     allocates its working memory, and the optimizer its states. The function `state_bytes` is called
     after the step, and returns the value of `Counts.state_bytes`. The default function returns all
-    memory that is allocated after the step. This is right only for a trainer that keeps its
+    memory that is allocated after the step. This value is right only for a trainer that keeps its
     gradients after the step, because the state includes the gradients. If `by_operator` is False,
     bytes and FLOPs are not counted: the launches of compiled kernels do not go through PyTorch's
     dispatcher."""
@@ -129,7 +129,7 @@ def step_of_ours(config: Config, vocab_size: int) -> Callable[[], object]:
 
 def offered_attention() -> AbstractContextManager[None]:
     """Return a context in which torch tries the attention backends that ptdmpi tries on this
-    device. The null GPU has no FlashAttention 3, so the first one is cuDNN's."""
+    device. The first of these backends is cuDNN's, because the null GPU has no FlashAttention 3."""
     return agreement.trying(agreement.offered(DEVICE))
 
 
@@ -165,7 +165,7 @@ def theirs(
 def planned_bytes(config: Config, vocab_size: int, triton: Sequence[str] = ()) -> int:
     """Return the planner's prediction of the peak memory of ptdmpi's tensors on the first pipeline
     rank, in bytes. `triton` has the kinds of kernels that are computed in Triton."""
-    adds_wide = host.adds_wide(DEVICE.type) and not config.run.compile
+    adds_wide = host.adds_wide(DEVICE.type) and config.run.compile is not True
     kernels = {"triton": tuple(triton), "adds_wide": adds_wide}
     memory = MemoryModel.of(config, vocab_size, kernels=kernels, on_host=False)
     return memory.peak(config.layout, 0, config.microbatches).total

@@ -1,5 +1,5 @@
-"""The kinds of runs whose processes the benchmark `every_kind` kills. They are made from the keys
-of the configuration.
+"""The kinds of runs whose processes the benchmark `every_kind` kills. The module derives the kinds
+from the keys of the configuration.
 
 If a configuration key has only a few legal values, each of these values is a kind of run. So there
 is a kind for each data-parallel method, compressor, method of error feedback, ZeRO stage, pipeline

@@ -47,7 +47,7 @@ def kinds_of(way: Way) -> tuple[str, ...]:
 
 
 class Weighted(NamedTuple):
-    """A layout, and the number of cards that it has in a deck."""
+    """A layout, and its number of cards in a deck. A layout with more cards is drawn more often."""
 
     cards: int
     way: Way
@@ -71,8 +71,9 @@ LAYOUTS = (
     Weighted(1, layout("zero=3,shard_group=2,offload=disk", 4)),
     Weighted(1, layout("zero=3,lora=2", 2)),
 )
-# Layouts for trials that make the file system read-only. This is impossible while a file, such as
-# the optimizer's state, is open for writing.
+# Layouts for trials that make the file system read-only. Layouts whose optimizer keeps its state in
+# a file are left out, because a file system cannot become read-only while a file is open for
+# writing.
 REMOUNTED = tuple(cards for cards in LAYOUTS if "offloaded" not in kinds_of(cards.way))
 ULFM = ("--with-ft", "ulfm")
 # Layouts of runs that lose a rank and continue with fewer data ranks (`run.on_failure = "shrink"`).

@@ -1,5 +1,5 @@
-"""One rank of a disturbed run. It executes `ptdmpi train ...`, and kills itself at a chosen point
-of a save.
+"""One rank of a disturbed run. The rank executes `ptdmpi train ...`, and kills itself at a chosen
+point while a checkpoint is saved.
 
     python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 

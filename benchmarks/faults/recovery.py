@@ -29,7 +29,7 @@ from benchmarks.turns import spread
 from ptdmpi.data.shard_writer import ShardWriter
 
 STEPS = 60
-RESTARTS = 3  # number of trials in which the run is restarted
+RESTARTS = 3  # number of trials in which all ranks are started again after the death
 LIMIT_S = 300.0
 POLL_S = 0.002
 CONFIG = f"""

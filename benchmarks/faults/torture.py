@@ -6,11 +6,11 @@ count the lost runs.
 
 Each trial injects a fault into a training run, removes the fault, and repeats the same command
 until the run is complete. At the end, the run's parameters, optimizer moments and losses must have
-the same bits as in an undisturbed run, and no step that was reported as saved may be lost. A run
-that ends with exit code 2 and a one-line message is counted separately, as refused. A run may
-refuse only if the disk is full or read-only, or if no complete checkpoint is left. Each trial
-prints a line with its layout. At the end, the program prints counts of the trials by fault and by
-kind of layout. The exit code is 1 if any trial was lost.
+the same bits as in an undisturbed run. No step that was reported as saved may be lost. A run that
+ends with exit code 2 and a one-line message is counted separately, as refused. A run may refuse
+only if the disk is full or read-only, or if no complete checkpoint is left. Each trial prints a
+line with its layout. At the end, the program prints counts of the trials by fault and by kind of
+layout. The exit code is 1 if any trial was lost.
 """
 
 import argparse

@@ -321,7 +321,8 @@ def _update(
     work: Callable[[Alike, Tensor], None], elements: int, device: torch.device
 ) -> dict[str, Any]:
     """Return the row of an update of `elements` master weights in float32, and of weights in
-    bfloat16. The master weights are zero at first, so that the difference is one of the update."""
+    bfloat16. The master weights are zero at first. The weights after the update are then the update
+    alone, so larger weights cannot hide its error."""
     updates = torch.zeros((), device=device)
     gradient = torch.randn(elements).to(device)
     flats = [torch.zeros(elements, device=device) for _ in range(4)]

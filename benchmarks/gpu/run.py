@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs/reference/gpu.md"
 TABLE = ROOT / "src/ptdmpi/presets/kernels.toml"
 LIMIT_S = 540.0
-LEAST_S = 15.0  # a part is not started if fewer seconds than this are left
+LEAST_S = 15.0  # no part is started if fewer seconds are left
 NO_GPU = {"skipped": "there is no GPU here"}
 Part = dict[str, Any]
 
@@ -214,8 +214,9 @@ def better(before: Part, now: Part) -> Part:
 
 
 def fill(everything: dict[str, Any], path: Path) -> None:
-    """Write the fastest kernels, according to the measured times of attention, of weight gradients
-    and of kernels in Triton, into the table of kernels."""
+    """Write the fastest kernels into the table of kernels (presets/kernels.toml). The measured
+    times of attention, of weight gradients and of kernels in Triton decide which kernels are
+    fastest."""
     parts = everything["parts"]
     device = parts.get("machine", {}).get("capability", "")
     if not device:

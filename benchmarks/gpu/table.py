@@ -1,5 +1,5 @@
 """Functions that write measured times of attention, of weight gradients and of kernels in Triton
-into the table of kernels."""
+into the table of kernels (src/ptdmpi/presets/kernels.toml)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -60,8 +60,8 @@ def with_weight_gradients(
     The entry names the faster of the two methods "adds" and "rounds" in `rows`. It names "adds"
     only if the result of "adds" is not further from float32 than the result of "rounds". The table
     is returned unchanged if "rounds" was not measured. The table is also returned unchanged if it
-    has no entry for the vendor of the device: the new entry takes from that entry the first version
-    of torch that has "adds".
+    has no entry for the vendor of the device, because the new entry must copy a value from that
+    entry: the first version of torch that has "adds".
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)
@@ -85,8 +85,8 @@ def with_triton(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], s
     """Return the table `text` with an entry for kernels in Triton on a device such as "cuda 9.0".
 
     `rows` are the rows of small kernels. The entry lists the kinds whose kernel in Triton is faster
-    than ptdmpi's composition of torch's operations, and not further from float32 than APART. The
-    table is returned unchanged if no kernel in Triton was measured.
+    than ptdmpi's composition of torch's operations and is accurate (see APART). The table is
+    returned unchanged if no kernel in Triton was measured.
     """
     taken, words = [], []
     for kind, name in IN_TRITON.items():

@@ -59,8 +59,8 @@ def configuration(
 
 
 def batches(config: Config, vocab_size: int, step: int) -> list[Microbatch]:
-    """Return the microbatches of a step for all ranks, in rank order. They consist of random
-    tokens, and are in the memory of the host."""
+    """Return the microbatches of a step for all ranks, in rank order. The microbatches consist of
+    random tokens, and are in the memory of the host."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.model.seq_length + 1, config.batch.global_size)
     ids = torch.randint(vocab_size, shape, generator=generator)

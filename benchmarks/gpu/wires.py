@@ -87,8 +87,9 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
     received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     sent = [values_of(axis.rank + k, size, dtype, device) for k, size in enumerate(sizes)]
     for outgoing, incoming in zip(sent, received, strict=True):
-        # Even ranks send first, and odd ranks receive first. Therefore, as in the programs of
-        # pipeline schedules, no receive waits for a send that itself waits for this rank.
+        # Even ranks send first, and odd ranks receive first, as in the programs of pipeline
+        # schedules. If all ranks received first, each rank could wait forever for the send of its
+        # neighbour.
         if axis.rank % 2 == 0:
             handles = [axis.isend(outgoing, right), axis.irecv(incoming, left)]
         else:
@@ -131,8 +132,8 @@ def conformance(world: World, wire: str, device: torch.device) -> dict[str, obje
     Raises InputError, on all ranks, if the transport cannot connect the ranks.
     """
     axes = world.split(training_grid(pipeline=world.size), wire_named(wire, device))
-    # neighbours on the pipeline axis use the transport's own connections between two ranks, if it
-    # has such connections
+    # check the pipeline axis, because a transport for devices has separate connections for pairs of
+    # neighbours only on this axis
     axis = axes["pipeline"]
     every = [
         (f"{name} {str(dtype).removeprefix('torch.')}", check)

@@ -31,7 +31,7 @@ SOME = [PSGD, GOSSIP[0], LOCAL[1], GOSSIP[2], LOCAL[3], COMPRESSED[1], CHOCO[1]]
 TRAINED: Mapping[int, Sequence[MethodCase]] = {
     4: [*ALL, *PLAIN],
     # Training on more ranks than cores takes long, so only some methods are trained on 8 and 16
-    # ranks. Most of the methods with top-k among them have a compression ratio of 1 %.
+    # ranks. Most of these methods that use top-k have a compression ratio of 1 %.
     8: [*SOME, *PLAIN[:6]],
     16: [*SOME[:3], PLAIN[0], PLAIN[2], PLAIN[5]],
 }

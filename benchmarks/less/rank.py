@@ -74,8 +74,8 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
             total = total.plus(engine.evaluate(feed.place(group))[TASK])
     every = axes.world.all_gather_object(sent)
     buffer = engine.buffer
-    # methods that reduce complete gradients also send the second gradient of a tied embedding
-    # table, so count this gradient
+    # an embedding table that is also the head has two gradients; methods that reduce complete
+    # gradients send both, so count both
     whole = case.section["method"] in ("all_reduce", "ring", "parameter_server")
     elements = buffer.gradient_size if whole else buffer.size
     size = buffer.gradients.element_size()

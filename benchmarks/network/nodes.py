@@ -4,9 +4,9 @@ across these nodes.
 A node has its own network, host name and /dev/shm, and shares the machine's files. Therefore MPI
 sees several nodes, and messages between nodes cross the link by TCP. After the benchmark, nothing
 of the nodes remains on the machine, even if the benchmark is killed. The switch between the nodes
-is the first process of a process namespace that contains all nodes. Its standard input ends when
-the program that made the nodes ends, and then the switch ends, too. The kernel then ends all
-processes of the namespace and removes the network of the nodes.
+is the first process of a process namespace that contains all nodes. The standard input of the
+switch ends when the program that made the nodes ends. Then the switch also ends. The kernel then
+ends all processes of the namespace and removes the network of the nodes.
 """
 
 import contextlib

@@ -2,11 +2,11 @@
 
     python -m benchmarks.network.ptd_zero3
 
-The benchmark needs root and Open MPI 5, and takes some minutes. PTD-P (here tensor parallelism
-within a node and a pipeline across the nodes) and ZeRO-3 train the same batches alternately, on 2
-and 4 ranks of two nodes, across a slow link and across an unlimited link. The results are stored in
-results/ptd_zero3.json, from which `benchmarks.network.page` makes the tables and the pictures of
-the page.
+The benchmark needs root and Open MPI 5, and takes some minutes. PTD-P and ZeRO-3 train the same
+batches alternately, on 2 and 4 ranks of two nodes. Here PTD-P has tensor parallelism within a node
+and a pipeline across the nodes. The measurement is repeated with a slow link and with an unlimited
+link between the nodes. The results are stored in results/ptd_zero3.json, from which
+`benchmarks.network.page` makes the tables and the pictures of the page.
 """
 
 import datetime

@@ -4,11 +4,11 @@ A frame leaves its node at the rate of the network card, waits for the receiver'
 share the receiver's rate), and arrives after the delay. The queues have no limit except TCP's
 windows, so no frame is lost, as on InfiniBand.
 
-The traffic control of Linux (the tool tc) does not replace this switch. Its discipline netem could
+The traffic control of Linux (the tool tc) cannot replace this switch. Its discipline netem can
 delay frames in the kernel, but many kernels are built without netem. Its discipline tbf limits the
-rate, but has no delay. The switch forwards TCP segments of up to 64 kB without dividing them, as
-between a network card and the kernel (PACKET_VNET_HDR of packet(7), struct virtio_net_hdr). A link
-of 1 Gbit/s carries 2000 such segments per second.
+rate, but has no delay. A frame may be a TCP segment of up to 64 kB, which is not divided into
+packets (PACKET_VNET_HDR of packet(7), struct virtio_net_hdr). A link of 1 Gbit/s carries only 2000
+such segments per second.
 """
 
 import os

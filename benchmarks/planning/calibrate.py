@@ -3,13 +3,16 @@ that software reaches.
 
 The program writes the fractions to `src/ptdmpi/presets/efficiency.toml`. The constants of links are
 fitted to published times of NCCL's all-reduces within a node. The fractions for matrix
-multiplications and memory are fitted to the times of a layer (Korthikanti et al. 2022, Table 4), of
-a small model on one GPU (Narayanan et al. 2021, Figure 7) and of matrix multiplications on an A100
-(published with Anthony et al. 2024, arXiv 2401.14489). For other devices, the fraction for matrix
-multiplications is the fraction of the A100, multiplied by a ratio. This ratio compares the fastest
-matrix multiplications that Bekman measured on both devices, as fractions of their peaks. The
-fraction for attention is fitted to the measurements that FlashAttention-2 publishes for A100 and
-H100. The program reads only the published files in `FILES`.
+multiplications and memory are fitted to three kinds of times on an A100:
+
+- the times of a layer (Korthikanti et al. 2022, Table 4)
+- the times of a small model on one GPU (Narayanan et al. 2021, Figure 7)
+- the times of matrix multiplications (published with Anthony et al. 2024, arXiv 2401.14489)
+
+The V100 gets the fractions of the A100, except that the constants of its links are fitted to its
+own times. For newer devices, the fraction for matrix multiplications is the fraction of the A100,
+multiplied by a ratio (see `others`). The fraction for attention is fitted to the measurements that
+FlashAttention-2 publishes for A100 and H100. The program reads only the published files in `FILES`.
 """
 
 from collections.abc import Iterator
@@ -47,8 +50,8 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
         T = c + 2 (n - 1) (step + S / (n rate))
 
     The constants are the start-up time c, the time `step` of one ring step, and the rate as a
-    fraction of the link's peak `link_bytes_per_s`. They are fitted by least squares of relative
-    errors.
+    fraction of the link's peak `link_bytes_per_s`. The constants are fitted by least squares of
+    relative errors.
 
     If `known` has c and the time of one ring step, only the rate is fitted, and only to the times
     of eight GPUs. The V100 measurements need this: they are from a machine without a switch, on
@@ -227,10 +230,14 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
 
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return the sections [efficiency] of devices for which no times of a layer are published. The
-    `gemm_fraction` of such a device is the `gemm_fraction` of the A100, multiplied by a ratio. This
-    ratio is the fraction of the peak that the fastest matrix multiplications reach on this device,
-    divided by the fraction of the peak that they reach on an A100."""
+    """Return the sections [efficiency] of devices for which no times of a layer are published. For
+    such a device,
+
+        gemm_fraction = gemm_fraction of the A100 * r / r of the A100
+
+    where r is the rate of the fastest matrix multiplications that Bekman measured on a device, as a
+    fraction of the device's peak.
+    """
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }

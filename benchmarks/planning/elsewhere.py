@@ -235,9 +235,9 @@ class MappedRun:
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """Return the prediction for the fastest layout that is legal and fits. All layouts have the
-    sizes in `stated`. They differ in the number of virtual stages, the microbatch size and the mode
-    of recomputation, and every combination is tried."""
+    """Return the prediction for the fastest legal layout that fits into memory. All layouts that
+    are tried have the sizes in `stated`. Every combination of a number of virtual stages, a
+    microbatch size and a mode of recomputation is tried."""
     config = pricer.model.config
     batch = pricer.batch
     most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1
@@ -275,8 +275,9 @@ class Ranking(NamedTuple):
 
 
 def rank_correlation(mapped: list[MappedRun]) -> Ranking:
-    """Return the measures of agreement, computed over runs with the same model, batch, day and
-    number of ranks. All measures are zero if no two runs can be compared."""
+    """Return the measures of agreement, computed over runs with the same value of
+    `MappedRun.ranked` (model, batch size, number of ranks and conditions of the measurement). All
+    measures are zero if no two runs can be compared."""
     groups: dict[tuple[str, ...], list[MappedRun]] = defaultdict(list)
     for run in mapped:
         groups[run.ranked].append(run)

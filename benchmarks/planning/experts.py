@@ -24,7 +24,8 @@ CHOSEN = (
     "parallelism and overlap of all messages; memory for the mean number of tokens, because the "
     "runs drop all tokens above it (capacity factor 1)"
 )
-# the software of Megatron-Core, except that its all-to-alls do not overlap with computation
+# properties of Megatron-Core's software; the planner assumes that all-to-alls do not overlap with
+# computation
 SOFTWARE = {"overlap_tensor": True, "fullest": 1}
 DIVIDED = "experts divided by"
 OVERLAPPED = {"sequence_parallel": True, "dp_overlap": True}
@@ -81,10 +82,10 @@ def run_of(source: MappedSource, number: int) -> MappedRun:
 
 
 def sent_once(source: MappedSource, number: int) -> float:
-    """Return the error of the prediction for a run if each token were sent to its experts by only
-    one of its t tensor ranks, as in Megatron-Core: without the time of (t - 1) / t of the
-    all-to-alls. The gathers of tokens over the tensor axis that Megatron-Core needs instead are not
-    counted."""
+    """Return the error that the prediction for a run would have if only one of the t tensor ranks
+    sent each token to its experts, as in Megatron-Core. The time of the all-to-alls is then 1 / t
+    of their time in the prediction. Megatron-Core must also gather tokens over the tensor axis, but
+    the time of these gathers is not added."""
     run, price = run_of(source, number), price_of(source.file, number)
     tensor = run.layout.tensor
     return (run.predicted_s - price.parts.expert * (tensor - 1) / tensor) / run.measured_s - 1
@@ -114,13 +115,13 @@ def line_of(source: MappedSource, number: int) -> list[str]:
 
 
 def judged() -> Iterator[tuple[MappedSource, int]]:
-    """Yield the source and the index of each judged run."""
+    """Yield the source and the index of each run that counts in the table of errors."""
     for source in (SHORT, LONG):
         yield from ((source, number) for number in range(len(read(source.file))))
 
 
 def run_table() -> list[list[str]]:
-    """Return a table with a line for each judged run."""
+    """Return a table with a line for each run of `judged`."""
     head = ["table", "model", "batch", "layout", "published", "predicted", "error"]
     return [head, *(line_of(source, number) for source, number in judged())]
 
@@ -151,9 +152,10 @@ def _summary(kind: str, errors: Iterable[float]) -> list[str]:
 
 
 def sharded_table() -> list[list[str]]:
-    """Return a table of the runs with ZeRO 3, which are not judged. Their time depends on the
-    microbatch size b, which the paper does not state, because weights are gathered for each
-    microbatch. So the table has the predictions for b = 1 and for the fastest b that fits."""
+    """Return a table of the runs with ZeRO 3, which do not count in the table of errors. With ZeRO
+    3, weights are gathered for each microbatch, so the time depends on the microbatch size b, which
+    the paper does not state. Therefore the table has the predictions for b = 1 and for the fastest
+    b that fits."""
     lines = [["model", "layout", "published", "b = 1", "the fastest b"]]
     for number, row in enumerate(read(SHARDED.file)):
         stated, run = SHARDED.layout_of(row), run_of(SHARDED, number)

@@ -150,11 +150,12 @@ def scores_by_rank(begins: Tensor, context: int) -> Tensor:
 
 
 def busiest(counts: Tensor) -> dict[str, float]:
-    """Return the work of the busiest context rank, divided by the mean of the ranks, by the context
-    method. `counts` is the result of `scores_by_rank`.
+    """Return, for each context method, the work of the busiest context rank divided by the mean
+    work of the ranks. `counts` is the result of `scores_by_rank`.
 
-    With "ring", a step of the ring ends when its slowest rank is ready: the work is the sum over
-    the steps of the largest work of a rank. With "ulysses", each rank has all positions.
+    With "ring", each step of the ring takes as long as its busiest rank. So the largest work of a
+    rank in a step counts, added up over all steps. With "ulysses", all ranks have equal work,
+    because each rank computes all positions for some of the heads.
     """
     context = len(counts)
     ranks = torch.arange(context)

@@ -1,10 +1,11 @@
 """`make validate-plan`: compare predictions with all published runs, by data set.
 
 The error of a run is its predicted step time divided by its published step time, minus one. An
-error below 0 means that the prediction is too optimistic. The table also lists the error of the
-throughput, which gives runs with too optimistic predictions more weight. Runs that were used for
-calibration are listed without an error. A run that is in two figures is counted once in the total
-of the figures.
+error below 0 means that the prediction is too optimistic. The table also lists the mean error of
+the predicted throughput, in which too optimistic predictions count more. For a prediction of half
+the published step time, the error of the step time is 50 %, but the error of the throughput is 100
+%. Runs that were used for calibration are listed without an error. A run that is in two figures is
+counted once in the total of the figures.
 """
 
 import statistics

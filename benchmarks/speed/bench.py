@@ -31,7 +31,7 @@ OURS = "ours"
 ENDING_S = 60.0  # Seconds that are reserved to end processes that do not end by themselves.
 TRIALS_SHARE = 0.4  # Fraction of a row's time that is used for trials.
 ROUNDS = 5  # Undisturbed rounds of a row, if `--rounds` is not given.
-MORE = 2  # Undisturbed rounds that are added to the row with the widest spread at a time.
+MORE = 2  # Undisturbed rounds that are added to a row at a time, while time is left.
 CLOSE = 0.005  # A row with a smaller spread needs no further rounds.
 # The largest allowed relative difference between two trainers' losses in a step. The limit for bf16
 # is larger, because two trainers round the same computation at different points.
@@ -142,8 +142,8 @@ class Contest:
 
     def _rounds(self, tool: str) -> list[Round]:
         """Return the rounds of ptdmpi and of the trainer `tool`, which may be ptdmpi itself in
-        another layout. If a trainer never finished a trial, its rate in the rounds is the upper
-        bound of its rate."""
+        another layout. If no trial of the trainer was finished, its rate in each round is an upper
+        bound, which is not measured in the round."""
         bound = None
         case = self.row.case
         for rival in self.against:
@@ -165,7 +165,8 @@ class Contest:
     @property
     def spread(self) -> float:
         """Return the greatest standard error of a ratio to another trainer, relative to the ratio.
-        It is infinite after a single round, and 0 if the row compares ptdmpi only with itself."""
+        The spread is infinite after a single round, and 0 if the row compares ptdmpi only with
+        itself."""
         greatest = 0.0
         for rival in self.against:
             if rival.tool != "ptdmpi" and rival.at_most is None and self._takes_part(rival):

@@ -39,8 +39,8 @@ LAYOUTS = {
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
 }
-# The size in GptSizes that is doubled together with the number of ranks, so that each rank has as
-# much work as one rank alone.
+# Layout for weak scaling -> the size in GptSizes that is doubled for two ranks, so that each of the
+# two ranks has as much work as one rank alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # The layout with a single rank and compiled layers.
@@ -141,8 +141,9 @@ class GptSizes:
 @dataclass(frozen=True)
 class Row:
     """A row of the comparison: a layout, a precision, and the sizes of the model and batch that are
-    trained. `kernels` says which kernels ptdmpi computes with, as `run.kernels` does: "kept" (those
-    of the table), "default" (PyTorch's) or "auto" (measured at the start)."""
+    trained. `kernels` says which kernels ptdmpi uses, with the words of `run.kernels`: "kept" (the
+    kernels that presets/kernels.toml names), "default" (PyTorch's kernels) or "auto" (the kernels
+    that are fastest in a measurement at the start)."""
 
     layout: str
     precision: str

@@ -32,13 +32,14 @@ def reproducible(wanted: int) -> None:
 
 
 def leaves(wanted: int) -> None:
-    """Compare training steps in which the tree of gradient sums has 8 leaves for each 1024 tokens
-    with steps in which it has one leaf for 1024 tokens. A leaf is the gradient of one microbatch.
+    """Compare training steps with many and with few gradients to add up. With `run.reproducible`,
+    the gradients of the microbatches are the leaves of a tree of sums. The first kind of steps has
+    8 leaves for 1024 tokens, and the second kind has one.
 
-    The microbatches have 2 samples in the first case, and 16 samples in the second case. All
-    samples have 64 tokens, so attention is the same in both cases. The 8 leaves represent 8 chunks
-    of a longer sample. In a real longer sample, each chunk would also have its own part of the
-    gradients of keys and values.
+    A microbatch has 2 samples in the first kind of steps, and 16 samples in the second kind. All
+    samples have 64 tokens, so both kinds compute the same attention. The 8 leaves represent 8
+    chunks of a longer sample. (In a real longer sample, each chunk would also have a separate term
+    in the gradients of keys and values. This benchmark does not measure these terms.)
     """
     many = Row("single", "fp32", GptSizes(seq_length=64, global_size=128), reproducible=True)
     few = replace(many, case=replace(many.case, micro_size=16))

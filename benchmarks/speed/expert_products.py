@@ -96,7 +96,8 @@ def measure(model: ModelConfig, tokens: int) -> ExpertTimes:
     and return the times."""
     (row,) = (row for row in operators(layer(model)) if isinstance(row, MixExperts))
     router = Router(row)
-    mixture = Mixture(row, Routing(model), TensorAxis(OneRank()), ExpertAxis())
+    axis, own = TensorAxis(OneRank()), ExpertAxis()
+    mixture = Mixture(row, Routing(model), axis, own, context=OneRank())
     named = [*router.named_parameters(prefix="router"), *mixture.named_parameters()]
     buffer = ParameterBuffer(named, data_types("fp32"), torch.device("cpu"), Portion())
     for weight in buffer.weights, *buffer.masters:

@@ -2,8 +2,8 @@
 first dimension of tensors. Queries, keys and values come from one linear layer, and attention is
 torch's scaled dot product attention (SDPA).
 
-The parameters of this model have the same names and the same random values as in ptdmpi (the values
-depend on seed and name), so the losses of both models must agree.
+The parameters of this model have the same names as in ptdmpi. They also have the same random
+values, because the values depend only on seed and name. So the losses of both models must agree.
 """
 
 import math

@@ -31,7 +31,9 @@ from ptdmpi.plan.schedule.program import post_early, programs
 from ptdmpi.plan.schedule.simulate import Costs, simulate
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
-OP_S = 0.03  # seconds of a forward op (F), I or W; a backward op (B) takes twice as long
+# seconds of a forward op (F), of an op for the input gradient (I) and of an op for the weight
+# gradients (W); a backward op (B) takes twice as long
+OP_S = 0.03
 MICROBATCHES = 8
 SHAPES = ((4, 1, 8), (512, 1, 512))  # shapes of activations in float32: 128 bytes and 1 MiB
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))

@@ -41,7 +41,7 @@ from ptdmpi.train.capacity import Memory
 from ptdmpi.watch.stopwatch import Stopwatch
 
 REPEATS = 6
-INSIDE = " > "  # separates the names of nested work in a profile
+INSIDE = " > "  # separates the names in a key of `OurTrainer.profile`
 
 
 class OurTrainer:
@@ -79,10 +79,11 @@ class OurTrainer:
         return self.engine.step(step, batch).loss
 
     def profile(self, step: int) -> dict[str, float]:
-        """Train a step under torch's profiler. Return the seconds of each kind of work on this
-        rank, without the seconds of the work inside it. A key has the names of nested work, the
-        outermost first, separated by INSIDE: the spans of the step, "messages" for collectives, and
-        the names of PyTorch's functions and operations."""
+        """Train a step under torch's profiler. Return the seconds that this rank spent in each kind
+        of work. The seconds of a function do not include the seconds of the functions that it
+        calls. A key is a call stack: the names of the functions, the outermost first, separated by
+        INSIDE. The names are the spans of the step, "messages" for collectives, and PyTorch's
+        functions and operations."""
         batch = self.batch(step)
         with profile(activities=[ProfilerActivity.CPU]) as done, _named(), record_function("step"):
             self.step(step, batch)

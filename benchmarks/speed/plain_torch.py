@@ -170,8 +170,8 @@ class AccumulatingTrainer:
         return float(torch.stack(losses).double().mean())
 
     def _sync(self, reduced: bool) -> contextlib.AbstractContextManager:
-        """Return a context manager for a backward pass after which gradients are reduced only if
-        `reduced` is True."""
+        """Return a context manager for a backward pass. After the backward pass, gradients are
+        reduced over the data ranks only if `reduced` is True."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(reduced)
         if reduced or not isinstance(self.model, DistributedDataParallel):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ptdmpi.base.disk import write_whole
 
-FOREIGN_LIMIT = 0.05  # Other processes that use more cores than this disturb a round.
+FOREIGN_LIMIT = 0.05  # A round is disturbed if other processes use more cores.
 # Instructions for bf16. The name of a processor does not show whether the processor has
 # instructions for bf16. Without them, torch's bf16 matrix multiplications run in scalar code.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")

@@ -56,8 +56,8 @@ class TimedSteps:
 class Side:
     """A context manager that starts all ranks of one side of a row, and ends them.
 
-    If `variant` is None, the side is ptdmpi, which mpirun starts. If it is not None, the tool of
-    the variant is started, with one process per rank. All processes have the environment of
+    If `variant` is None, the side is ptdmpi, which mpirun starts. Otherwise the side is the tool of
+    the variant, and one process per rank is started. All processes have the environment of
     jobs/mpi-env.sh, and sleep while they wait for a command. A wait that is not over at the time
     `end_s` (of the clock time.monotonic) raises TimeIsOver.
     """
@@ -239,8 +239,8 @@ def family_cpu_s() -> float:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill a process and all its children at once. A launcher whose ranks are its children may end
-    by itself for LAUNCHER_END_S seconds, so that it removes its files."""
+    """Kill all children of a process, and then the process itself. A process with children is a
+    launcher. It has LAUNCHER_END_S seconds to end by itself, so that it can remove its files."""
     if process.poll() is not None:
         return
     children = psutil.Process(process.pid).children(recursive=True)

@@ -64,8 +64,8 @@ def first_step_s() -> tuple[float, float]:
 
 
 def plan_s() -> float:
-    """Return the processor time of `ptdmpi plan` for 175B parameters, in seconds. Unlike the time
-    on the clock, it hardly depends on other programs."""
+    """Return the processor time of `ptdmpi plan` for 175B parameters, in seconds. Processor time
+    hardly depends on other programs, unlike the time on the clock."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "ptdmpi", "plan", *PLAN]
     subprocess.run(command, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=LIMIT_S, check=True)

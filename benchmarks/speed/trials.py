@@ -14,7 +14,7 @@ TRIAL_MICROBATCHES = 2  # Number of microbatches per data rank in a trial.
 # Stop the trial of a variant that takes this many times as long as the fastest variant.
 GIVE_UP = 2.0
 GIVE_UP_OURS = 3.0  # Stop the trial of a variant that takes this many times as long as ptdmpi.
-FIRST_STEP_S = 5.0  # Seconds that are added to the time limit of the first step.
+FIRST_STEP_S = 5.0  # Seconds that are added to the time limit of the first step, which is slow.
 
 
 @dataclass(frozen=True)

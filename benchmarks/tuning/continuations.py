@@ -2,7 +2,7 @@
 continuations of a passage.
 
 `python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER` writes the files of the task into
-FOLDER. They depend only on the corpus, so two calls for one corpus write the same files. The
+FOLDER. The files depend only on the corpus, so two calls for one corpus write the same files. The
 passage of a question consists of consecutive lines of a document. The right answer consists of the
 lines after the passage. The wrong answers come from other documents. Questions for training and for
 validation are from different documents.

@@ -59,8 +59,8 @@ def trained(base: Path, method: str) -> list[Any]:
 
 
 def untuned(base: Path) -> float:
-    """Return the held-out loss of the base model. It comes from a run of one step, whose learning
-    rate is so small that the step changes practically nothing."""
+    """Return the held-out loss of the base model. The loss comes from a run of one step, whose
+    learning rate is so small that the step changes practically nothing."""
     tree = smol.configuration(
         base,
         LENGTH,

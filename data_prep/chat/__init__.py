@@ -1,2 +1,2 @@
-"""The implementation of `ptdmpi-data chat` and `ptdmpi-data pairs`. They make shards of
-conversations in which only the tokens of answers are labels of the loss."""
+"""The implementation of `ptdmpi-data chat` and `ptdmpi-data pairs`. Both commands make shards of
+conversations. Only the tokens of answers are labels of the loss."""

@@ -34,9 +34,9 @@ Group = list[Conversation]
 
 class Conversations:
     """A reader of conversations from JSON lines. `messages_of` is a function that takes a record,
-    and returns the messages of each conversation in this record. It raises BadConversation if the
-    record has no conversation. If `skip_bad_lines` is True, lines that cannot be used are left out,
-    and counted in `bad_lines`."""
+    and returns the messages of each conversation in this record. The function raises
+    BadConversation if the record has no conversation. If `skip_bad_lines` is True, lines that
+    cannot be used are left out, and counted in `bad_lines`."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ def _of_array(line: bytes) -> str:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every text in a message, including keys and the texts in nested values, because a
-    template may write any of these texts (a role, a name, the arguments of a tool call)."""
+    """Yield every text in a message, including keys and the texts in nested values. A template may
+    write any of these texts, for example a role, a name or the arguments of a tool call."""
     left: list[Any] = [message]
     while left:
         value = left.pop()

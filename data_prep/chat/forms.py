@@ -53,9 +53,9 @@ class BadConversation(ValueError):
 
 @dataclass(frozen=True)
 class ChatFields:
-    """The names of the fields that contain a conversation. They are tried before the usual field
-    names. `messages` is the name of the field with a list of messages; `prompt` and `answer` are
-    the names of the fields with a prompt and its answer."""
+    """The names of the fields that contain a conversation. These names are tried before the usual
+    field names. `messages` is the name of the field with a list of messages; `prompt` and `answer`
+    are the names of the fields with a prompt and its answer."""
 
     messages: str = "messages"
     prompt: str = "prompt"

@@ -90,12 +90,12 @@ class RowWriter:
     """A writer that packs conversations into rows (first fit), and writes the rows to shards in one
     directory.
 
-    A row has `seq_length` tokens. It consists of conversations and of padding. Each conversation is
-    a document. The padding is one more document; it consists of end-of-document tokens, which are
-    not labels. The conversations of one record form a group, and are next to each other in one row.
-    Sample j of a shard is row j. The label of the last token of a row is the first token of the
-    next row, so each shard ends with one extra token. The loss ignores the label of the last token
-    of a row.
+    A row has `seq_length` tokens. A row consists of conversations and of padding. Each conversation
+    is a document. The padding is another document, which consists of end-of-document tokens. Tokens
+    of the padding are not labels. The conversations of one record form a group, and are next to
+    each other in one row. Sample j of a shard is row j. The label of the last token of a row is the
+    first token of the next row, so each shard ends with one extra token. The loss ignores the label
+    of the last token of a row.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class RowWriter:
         self.tokens = self.padding = 0
 
     def add(self, group: Group) -> None:
-        """Add the conversations of one group. They must have at most `seq_length` tokens in total.
-        The errors of `ShardWriter` are raised."""
+        """Add the conversations of one group. The conversations must have at most `seq_length`
+        tokens in total. The errors of `ShardWriter` are raised."""
         size = _size(group)
         for row in self._rows:
             if row.size + size <= self._length:
@@ -282,8 +282,8 @@ def _size(group: Group) -> int:
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
     """Return the conversations of a group, each cut to the length of a row. Return None if the
-    group must be left out, because it is longer than a row and must not be cut, or because one of
-    its conversations would have no label."""
+    group must be left out: if the group is longer than a row and must not be cut, or if one of its
+    conversations would have no label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None

@@ -90,9 +90,9 @@ def test_the_time_is_shared_by_how_long_a_round_of_all_sides_takes():
 
 def test_compiled_layers_are_beside_those_that_are_not():
     for row in select("singlecompile"):
-        assert row.config.run.compile and not row.alone.config.run.compile
+        assert row.config.run.compile is True and row.alone.config.run.compile is not True
         assert row.peers == {"ptdmpi": row.alone.layout} and row.alone.case == row.case
-    assert not any(row.config.run.compile for row in select(None))
+    assert not any(row.config.run.compile is True for row in select(None))
 
 
 def test_in_weak_scaling_a_rank_has_as_much_to_do_as_one_alone():

@@ -140,7 +140,9 @@ def test_what_is_no_part_of_a_graph_is_refused(changes):
 def test_a_rank_without_a_compiler(comm):
     with (
         mock.patch.object(compiler.shutil, "which", lambda name: None if comm.rank else name),
-        pytest.raises(SharedInputError, match=r"rank 1 has no C\+\+ compiler .* compile = false"),
+        pytest.raises(
+            SharedInputError, match=r"rank 1 has no C\+\+ compiler .* run.compile = false"
+        ),
     ):
         build(World(comm), {"run.compile": True})
 

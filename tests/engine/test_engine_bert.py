@@ -12,7 +12,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.tensor_parallel import select_positions
+from ptdmpi.model.output.positions import select_positions
 from tests._configs import layout
 from tests._engines import build, from_root, load, logits_of, whole_gradients
 from tests._layers import difference

@@ -15,10 +15,11 @@ from ptdmpi.engine.data_parallel.reduce import AllReduce, Sharded
 from ptdmpi.engine.gradients import PartialSum, TiedTable
 from ptdmpi.engine.runner import Runner
 from ptdmpi.model.output import heads
+from ptdmpi.model.output.positions import select_positions
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import Stage
-from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
+from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, ComparedLayout, ComparedModel
 from ptdmpi.parity.suite import Comparison

@@ -101,14 +101,18 @@ def test_without_attention_a_token_may_change_fewer_losses(comm, tmp_path):
 @parallel(ranks=[2])
 def test_the_command_trains_and_probes_with_the_users_sublayer(comm, tmp_path):
     path = tmp_path / "config.toml"
-    for sublayer, right in ((gained, True), (leaky, False)):
-        if comm.rank == 0:
-            path.write_text(tomlkit.dumps(tree(tmp_path, name_of(sublayer))))
-        printed = io.StringIO()
-        with patch.object(suite, "SHORT_STEPS", 1), contextlib.redirect_stdout(printed):
-            good = doctor.check_parity(World(comm), short=True, as_json=False, config=path)
-        assert good is right
-        lines = printed.getvalue().splitlines()
-        assert comm.rank or (lines[0] == f"{own.SECTION}:" and max(map(len, lines[:9])) <= 120)
-    with pytest.raises(SharedInputError, match="none of the 4 rows contains it"):
-        doctor.check_parity(World(comm), short=True, as_json=False, only="zb-h2", config=path)
+    asked = {"short": True, "as_json": False, "config": path}
+    with patch.object(suite, "SHORT_STEPS", 1):
+        for sublayer, only, right in ((gained, "ring", True), (leaky, "perturbed", False)):
+            if comm.rank == 0:
+                path.write_text(tomlkit.dumps(tree(tmp_path, name_of(sublayer))))
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                good = doctor.check_parity(World(comm), only=only, **asked)
+            assert good is right
+            lines = printed.getvalue().splitlines()
+            assert comm.rank or len(lines) > 5
+            if right and comm.rank == 0:
+                assert lines[0] == f"{own.SECTION}:" and max(map(len, lines)) <= 120
+        with pytest.raises(SharedInputError, match="none of the 4 rows contains it"):
+            doctor.check_parity(World(comm), only="zb-h2", **asked)

@@ -56,8 +56,8 @@ class TransformersTrainer:
         return float(torch.stack(losses).double().mean())
 
     def _sync(self, reduced: bool) -> contextlib.AbstractContextManager:
-        """Return a context manager for a microbatch after which gradients are reduced only if
-        `reduced` is True."""
+        """Return a context manager for a microbatch. After the microbatch, gradients are reduced
+        over the data ranks only if `reduced` is True."""
         if reduced or not isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.model.no_sync()

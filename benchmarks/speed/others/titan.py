@@ -82,7 +82,8 @@ class PositionedEmbedding(Embedding):
         position = self.position
         if isinstance(position, DTensor):
             position = position.to_local()
-        # divide the positions, because the results of the tensor ranks are summed
+        # the results of the tensor ranks are added up later, so each rank adds only a fraction of
+        # the position vectors
         if self.tp_group is not None:
             position = position / dist.get_world_size(self.tp_group)
         return super().forward(input) + position

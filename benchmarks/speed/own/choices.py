@@ -1,11 +1,11 @@
 """Compare the kernels that ptdmpi measures at the start of a run (`run.kernels = "auto"`) with
-PyTorch's kernels ("default") and with the kernels of the table ("kept").
+PyTorch's kernels ("default") and with the kernels that presets/kernels.toml names ("kept").
 
 python -m benchmarks.speed.own.choices [--rows "t2 single-bf16"] [--rounds 5]
 taskset --cpu-list 0 python -m benchmarks.speed.own.choices    # on one core
 
 Three trainers train the same row and take turns. Each round has one step of each trainer. The
-kernels are measured anew, not read from the user's cache.
+choice of kernels is measured again, and not read from the user's cache.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Take ptdmpi's step apart, in the rows of the comparison: the share of matrix products, attention,
-elementwise operations, norms, the loss, copies, the optimizer, messages, waits of the pipeline, and
-the host.
+"""The division of ptdmpi's step time among matrix products, attention, elementwise operations,
+norms, the loss, copies, the optimizer, messages, waits of the pipeline, and the host, in the rows
+of the comparison.
 
 python -m benchmarks.speed.own.rest [--rows "t2 single-bf16"] [--steps 3] [--write]
 
-torch's profiler measures the time of each operation without the operations inside it. Each share is
-the median over the steps. `--write` writes the table into benchmarks/README.md.
+torch's profiler measures the time of each operation without the operations inside it. Each
+percentage in the table is the median over the steps. `--write` writes the table into
+benchmarks/README.md.
 """
 
 import argparse
@@ -68,8 +69,8 @@ ARITHMETIC = re.compile(
 
 
 def part_of(names: Sequence[str]) -> str:
-    """Return the part of a step to which work belongs. `names` are the names of nested work in a
-    profile, the outermost first; the work is the last of them without the work inside it."""
+    """Return the part of a step to which the last function in `names` belongs. `names` is a call
+    stack of the profile, the outermost function first."""
     spans = [SPANS[name] for name in names if name in SPANS]
     if spans:
         return "messages" if "messages" in spans else spans[0]
@@ -88,7 +89,7 @@ def part_of(names: Sequence[str]) -> str:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of each part in the time of a step. `seconds` is the profile of the step on
+    """Return each part's fraction of the time of a step. `seconds` is the profile of the step on
     one rank (`OurTrainer.profile`)."""
     parts: Counter[str] = Counter()
     for names, spent_s in seconds.items():
@@ -112,7 +113,7 @@ def measured(row: Row, steps: int) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Take apart the rows that the command line names, and print the table."""
+    """Profile the rows that the command line names, and print the table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speed.own.rest",
         description=__doc__,

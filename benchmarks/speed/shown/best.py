@@ -1,4 +1,5 @@
-"""A line for each row: the fastest other trainer, the limit, and the undisturbed rounds."""
+"""A line for each row: the ratio to the fastest other trainer, the time of matrix products and
+attention as a fraction of the step time, and the number of undisturbed rounds."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,10 +7,10 @@ from benchmarks.speed.rounds import Result, percent
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a heading and a line for each row with other trainers: the ratio of ptdmpi's rate to
-    the rate of the fastest other trainer, the fraction of ptdmpi's step that its matrix products
-    and attention alone would take, and the number of undisturbed rounds. Yield nothing if there is
-    no such row. Trainers whose products run in scalar code are left out."""
+    """Yield a heading, and a line for each row with other trainers. A line has the ratio of
+    ptdmpi's rate to the rate of the fastest other trainer, the fraction of ptdmpi's step that its
+    matrix products and attention alone would take, and the number of undisturbed rounds. Yield
+    nothing if there is no such row. Trainers whose products run in scalar code are left out."""
     rows: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         if result.tool != "ptdmpi" and not result.scalar:

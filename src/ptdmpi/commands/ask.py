@@ -35,7 +35,7 @@ TOKENS = click.option("--tokens", required=True, type=Number(), help="Tokens to 
 
 def _answered(question: Callable[..., Reply]) -> Any:
     """Turn a function that returns a `Reply` into a command that prints the reply. With the option
-    --json it prints JSON, and with --png it also draws the reply.
+    --json the command prints JSON, and with --png the command also draws the reply.
     """
 
     @wraps(question)

@@ -139,11 +139,11 @@ def check_parity(
 
     All ranks must call this function. `wire` is a value of the key comm.wire. Only rows of the
     parity table whose names contain `only` are compared. If a configuration file `config` is given,
-    the model of all rows has the user's sublayers that the file names. A row is red if a result
-    differs by more than is allowed. A row is also red if a perturbed token changes a loss that must
-    not depend on the token, or does not change a loss that must depend on it. Return True on every
-    rank if no row is red. Raise SharedInputError if no row has `only` in its name, or if `config`
-    has mistakes.
+    the model of all rows has the user's sublayers that the file names. A row that compares results
+    is red if a result differs by more than is allowed. In the other rows, a single token of the
+    input is perturbed, and some of the losses must change. Such a row is red if other losses
+    change, or if some of these losses do not change. Return True on every rank if no row is red.
+    Raise SharedInputError if no row has `only` in its name, or if `config` has mistakes.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, probe, suite, table
@@ -153,7 +153,8 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "tuple[list[suite.Comparison], list[layouts.Case]]":
-        """Return the comparisons and the probes of the parity table whose names contain `only`."""
+        """Return the rows of the parity table whose names contain `only`: comparisons of results,
+        and probes (tests that perturb single tokens)."""
         if config is None:
             every = suite.comparisons(ranks, short=short, exact=exact)
             tokens = probe.cases(ranks, short=short)
@@ -179,9 +180,9 @@ def check_parity(
 def _own_rows(
     config: Path, ranks: int, *, short: bool
 ) -> "tuple[list[suite.Comparison], list[layouts.Case]]":
-    """Return the comparisons and the probes of a small model with the user's sublayers in the
-    configuration file `config`, and print which layouts the model refuses. Raise InputError if the
-    file has mistakes."""
+    """Return the comparisons and the probes (see `_named`) of a small model that has the user's
+    sublayers from the configuration file `config`. Print the layouts in which this model cannot be
+    trained. Raise InputError if the file has mistakes."""
     from ptdmpi.config import load
     from ptdmpi.parity import own
 

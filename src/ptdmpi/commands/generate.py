@@ -88,7 +88,7 @@ def _require_one_way(chat: bool, as_json: bool, options: Mapping[str, Any]) -> N
 
 
 def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
-    """Answer the lines of standard input until it ends."""
+    """Answer each line of the standard input, until the input ends."""
     from ptdmpi.generate.chat import Chat, read_line
     from ptdmpi.generate.write import Writer
 

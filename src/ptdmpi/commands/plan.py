@@ -23,7 +23,7 @@ from ptdmpi.plan.show.draw import check_picture
 from ptdmpi.terminal.options import AS_JSON, PATH, Number, ShardGroup
 from ptdmpi.terminal.program import Command
 
-MOST_HEADROOM = 90  # the greatest legal headroom in percent
+MOST_HEADROOM = 90  # the greatest legal value of --headroom, in percent
 LEGAL_WITH_CONFIG = ("config", "ranks", "cluster", "as_json")
 LAYOUT_OPTIONS = (
     click.option(

@@ -51,7 +51,8 @@ def command(
     It does not measure the machine, so with --layout auto it needs the key run.cluster.
     """
     if dry_run:
-        early.release()  # a dry run has nothing to save
+        # a signal may end the process from here on, because a dry run has nothing to save
+        early.release()
         note("ptdmpi train --dry-run: checking configuration, data and memory")
         launch.prepare()
         from ptdmpi.preview.dry_run import show

@@ -58,7 +58,7 @@ class RunConfig(Section):
     steps: Reported[Positive]
     threads: Reported[Annotated[int, Field(ge=1, le=MOST_THREADS)]] = 1
     reproducible: Reported[bool] = False
-    compile: Reported[bool] = False
+    compile: Reported[bool | Literal["auto"]] = "auto"
     loss: Reported[str] = ""
     kernels: Free[Literal["kept", "anew", "auto", "default"] | KernelFile] = "kept"
     max_minutes: Free[Annotated[float, Field(ge=0)]] = 0.0

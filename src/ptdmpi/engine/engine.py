@@ -10,19 +10,20 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.queues import on_its_way
 from ptdmpi.comm.world import Axes
-from ptdmpi.config import Config, SharedInputError
+from ptdmpi.config import Config
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.sections import AVERAGE
 from ptdmpi.engine.corruption import Verification
 from ptdmpi.engine.data_parallel import method_of
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
-from ptdmpi.engine.legal import require_legal, require_same_parameters
 from ptdmpi.engine.loads import Balance, ExpertLoads
 from ptdmpi.engine.muon import names_of_kinds
 from ptdmpi.engine.noise import OwnGradient
 from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
+from ptdmpi.engine.prepare import compiling
+from ptdmpi.engine.prepare.legal import require_legal, require_same_parameters
 from ptdmpi.engine.replicas import Replicas
 from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import Runner
@@ -31,7 +32,7 @@ from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.flat import ALL, Portion
-from ptdmpi.model.kernels import Kernels, compiler
+from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels import compute_by as hand
 from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
 from ptdmpi.model.output.losses import (
@@ -50,7 +51,6 @@ from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.model.transformer import Block
 from ptdmpi.plan.layout.grid import CONTEXT, EXPERTS, LOSSES, PARAMETERS, SHARDS
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
@@ -98,7 +98,7 @@ class Engine:
         self.buffer.initialise(config.run.seed, trained_alone=config.adapt.base != "")
         for stage in self.stages.values():
             stage.place_tables(config.model, self.device)
-        _compile(config, self.stages, axes.world, self.device)
+        compiling.compile_if_asked(config, self.stages, axes.world, self.device)
         self.program = _program(pipeline, self.schedule)
         self.runner = _runner(self.stages, config, axes, self.device)
         policy = method_of(
@@ -447,23 +447,6 @@ def _buffer(
         for stage in stages.values():
             stage.walk = Walk(stage.parameters_by_place(), weights, gradients, buffer)
     return buffer
-
-
-def _compile(
-    config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
-) -> None:
-    """If `run.compile` is set, prepare each layer so that it is compiled when it is first computed.
-    Raise SharedInputError on all ranks if a rank has no compiler."""
-    if not config.run.compile:
-        return
-    for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):
-        if wanted:
-            raise SharedInputError(
-                f"run.compile = true: rank {rank} has no {wanted}; legal: compile = false"
-            )
-    for block in (block for stage in stages.values() for block in stage.layers.values()):
-        assert isinstance(block, Block)
-        block.compiled_by(compiler.BACKEND)
 
 
 def _state(

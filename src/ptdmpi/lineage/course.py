@@ -27,7 +27,8 @@ class Course:
         self.base: Base | None = None  # The frozen base model of adapters.
         # kind of operation -> names of the chosen kernels; empty until kernels are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
-        # names of the ranks' arithmetics (`train.records.arithmetic`); empty until they are known
+        # names of the arithmetics of the ranks' processors, which determine the last bits of
+        # results (see `train.records.arithmetic`); empty until they are known
         self.arithmetic: Sequence[str] = []
         self._order: SampleOrder | None = None
 
@@ -41,7 +42,7 @@ class Course:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
             kept = manifest.get("kernels", {})
-            # a checkpoint of an older version has only a list of attention kernels
+            # a checkpoint of an older version of ptdmpi has only a list of attention kernels
             self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
             names = manifest.get("arithmetic")
             self.arithmetic = [str(name) for name in names] if isinstance(names, list) else []

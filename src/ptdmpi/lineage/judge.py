@@ -141,8 +141,8 @@ def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     stored = ModelConfig.model_validate(before.model).balance if before.model else ""
     if "bias" not in (stored, config.model.balance):
-        # the value of `balance` may differ, because only the value "bias" changes the model's
-        # output, and no balance loss is computed for frozen routers
+        # `balance` may differ: only the value "bias" changes the output of the model. All other
+        # values only choose a loss for the routers, and frozen routers have no such loss.
         free = free | {"balance"}
     _require_same_model(before, config, _keys_without(free))
 
@@ -169,8 +169,9 @@ def _require_same_model(
     """Raise InputError if one of the `keys` of [model] differs between the checkpoint and `config`.
     Comparing the shapes of the tensors is not enough: with another number of heads or another
     activation, the model would silently compute another function, although the shapes may be the
-    same. `otherwise` is added to the legal values in the message. It is not added for keys in
-    HEADS, because these keys must also be the same if a new run begins with the weights."""
+    same. `otherwise` is advice that the error message gives, for example to begin a new run with
+    the checkpoint's weights. The message does not give this advice for keys in HEADS, because a new
+    run that begins with the weights needs the same values of these keys."""
     here = config.model.model_dump()
     # a change of another key also changes the default of a derived key, and the error must name the
     # key that the user has changed

@@ -46,7 +46,8 @@ class Source:
 
     `key` is the index of the dataset among all datasets that the run has seen. The key selects the
     random permutations of the dataset's samples, and identifies the dataset in records. `drawn` is
-    the number of the dataset's samples that were used before the stretch began.
+    the number of the dataset's samples that were used before the `Stretch` that this object belongs
+    to.
     """
 
     path: str

@@ -20,8 +20,9 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """The K tokens that a teacher model finds most probable at each of s positions of b sequences:
-    the token ids `ids`, int64 [s, b, K], and their log-probabilities in nats, `logs` [s, b, K]."""
+    """The outputs of a teacher model at s positions of b sequences. `ids` int64 [s, b, K] are the
+    ids of the K most probable tokens at each position, and `logs` [s, b, K] are their
+    log-probabilities in nats."""
 
     ids: Tensor
     logs: Tensor
@@ -164,9 +165,9 @@ class MicrobatchPass:
     `number` is the microbatch's number in the schedule. `step` is the number of the training step,
     which determines the dropout masks; None means evaluation, without dropout. The total loss is a
     weighted sum of losses. Before its gradient is computed, the total loss is multiplied by
-    `scale`. `scale` is the loss scale (1 unless the precision is fp16), divided by the number of
-    terms, such as tokens, of the task's loss in the global batch. `weights` has the weight of each
-    loss by name, except the first loss, whose weight is 1.
+    `scale`. `scale` is (loss scale) / n. The loss scale is 1 unless the precision is fp16. In the
+    global batch, the task's loss is a sum of n terms, such as one term for each token. `weights`
+    has the weight of each loss by name, except the first loss, whose weight is 1.
 
     The last stage sets two fields: `losses` (each loss by name, summed over the microbatch) and
     `total` (the weighted sum of these losses).
@@ -225,12 +226,12 @@ class Placing:
         self._ring: list[_Slot] = []
 
     def place(self, batches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Return the microbatches as tensors on the device, for kernels that are started after this
-        call and before the next one."""
+        """Return the microbatches with their tensors on the device. Only kernels that are started
+        before the next call of `place` may use these tensors."""
         if self.device.type == "cpu":
             return list(batches)
-        # the previous call of `place` filled a slot; this slot is free when all computations that
-        # have been issued up to now are complete
+        # the slot that the previous call of `place` filled is read only by computations that have
+        # been issued before this call, so the slot is free when these computations are complete
         if self._ring:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []
@@ -269,8 +270,9 @@ class Placing:
             slot.copied.host_waits()
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # The copy into the new memory waits for all computations issued so far (`now`). One of
-            # them may still use a freed tensor that was in the same memory.
+            # The copy into the new memory waits for all computations issued so far (`now`), because
+            # the new memory may have belonged to a freed tensor that one of these computations
+            # still reads.
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)

@@ -35,8 +35,8 @@ class Boundary:
     def pack(self, x: Tensor) -> Tensor:
         """Return the part of the activation `x` [s, b, h] that this rank sends, as a flat
         contiguous tensor."""
-        # only values are sent, without an autograd graph: the next stage builds a separate graph,
-        # and the backward op of the next stage sends the gradient back
+        # Only values are sent, without an autograd graph. The next stage builds a separate graph,
+        # and its backward op sends the gradient back.
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ class Arrival:
 
     def begin(self, x: Tensor) -> Tensor:
         """Return the input `x` as a non-leaf tensor of the stage's own autograd graph. If `x` were
-        a leaf, autograd would keep `x` in memory until its gradient exists, although the first
-        layer may need only a part of `x` for its backward."""
+        a leaf, the graph would refer to `x` and keep all of `x` in memory until its gradient is
+        computed. The first layer's backward may need only a part of `x`."""
         arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)
         return arrived
 
@@ -90,8 +90,8 @@ class Departure:
         import would take a second at the start of every rank. `_Depart` therefore reads `dy` from
         this object."""
         assert self._end is not None, "the backward of a graph runs only once"
-        # remove the reference to the graph: the graph refers to this object, and such a cycle of
-        # references would stay in memory until garbage collection
+        # Remove the reference to the graph. The graph also refers to this object, so both would
+        # otherwise stay in memory until Python's garbage collector finds the cycle.
         end = self._end
         self._end = None
         self.gradient = dy

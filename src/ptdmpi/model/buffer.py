@@ -23,10 +23,10 @@ from ptdmpi.model.random import initial
 
 
 class Storage:
-    """The memory of the optimizer's state: the moments, and the master weights unless the weights
-    themselves are the master weights. The base class uses the memory of `device`. `apart` is True
-    if this memory is not on the training device (key `parallel.offload`); the host then computes
-    the update."""
+    """The memory of the optimizer's state. The state consists of the moments and the master
+    weights. If the weights themselves are the master weights, it consists only of the moments. The
+    base class uses the memory of `device`. `apart` is True if this memory is not on the training
+    device (key `parallel.offload`). In this case the host computes the update."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -39,9 +39,10 @@ class Storage:
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Read the groups of stored tensors in `rows` into memory, one group after the other, and
-        yield each group. The caller may read and change the tensors of a group until it requests
-        the next group. After that, a storage on the disk may write the tensors back to the disk."""
+        """Each element of `rows` is a group of stored tensors. Read the groups into memory, one
+        after the other, and yield each group. The caller may read and change the tensors of a group
+        until it requests the next group. After that, a storage on the disk may write the tensors
+        back to the disk."""
         yield from rows
 
     def let_go(self) -> None:
@@ -80,8 +81,8 @@ class ParameterBuffer(FlatOrder):
         self.device = device
         self.trains = trains
         self.one_type = precision.compute == precision.master
-        # `refresh_weights` first calls these functions; one of them drops gathered weights, which
-        # are then out of date
+        # functions that `refresh_weights` calls before it changes the weights, such as the function
+        # that drops the gathered copies of weights
         self.followers: list[Callable[[], None]] = []
         self.few_bits = InFewBits(list(self.packed.values()), device)
         self._allocate()
@@ -173,8 +174,9 @@ class ParameterBuffer(FlatOrder):
 
     def refresh_weights(self, written: bool = False) -> None:
         """Update the weights from the master weights of all ranks of the shard group. All ranks of
-        the shard group must call this method. If `written` is True, each rank's own part of the
-        weights is already up to date."""
+        the shard group must call this method. If `written` is True, the update has already written
+        this rank's own part of the weights, so this method does not copy the part from the master
+        weights."""
         for follow in self.followers:
             follow()
         if not (self.one_type or written):

@@ -47,13 +47,15 @@ def linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear | 
 
 @dataclass(frozen=True)
 class Product:
-    """The function of a linear layer with its adapters, in the transformer layer number `layer`."""
+    """The function that computes a linear with its adapters. The linear is in the transformer layer
+    number `layer`, which determines the dropout masks of the adapters."""
 
     linear: ColumnParallelLinear | RowParallelLinear
     layer: int
 
     def __call__(self, x: Tensor, context: Any, **options: bool) -> Tensor:
-        """Return the outputs for the inputs x. `options` are those of the linear."""
+        """Return the outputs for the inputs x. `options` are the keyword arguments of the linear's
+        `forward`."""
         outputs: Tensor = self.linear(x, context.of_adapters(self.layer), **options)
         return outputs
 
@@ -198,9 +200,10 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
 def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
-    """Set two properties in the declaration of each parameter of a stage: whether the parameter
-    trains, and its quantized format. The descriptions in `plan.shape.parameters` determine both.
-    Only the weights of the layers' linears may be quantized."""
+    """In the declaration of each parameter of a stage, set whether the parameter trains (`trains`)
+    and the parameter's quantized format (`low_bit`). Both properties are determined by the
+    descriptions in `plan.shape.parameters`. Only the weights of the layers' linears may be
+    quantized."""
     modules = dict(stage.named_modules())
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
@@ -220,9 +223,9 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """Yield (prefix of the parameters' names, descriptions of the parameters) for each layer in
-    `layers`, and for the embedding and the head if they are on the same pipeline stage as these
-    layers."""
+    """Yield (prefix, descriptions) for each layer in `layers`, and for the embedding and the head
+    if they are on the same pipeline stage as these layers. All parameters in `descriptions` have
+    names with this prefix."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, model.kind_of(number))
     if layers.start == 0:
@@ -240,9 +243,10 @@ def _declared(module: nn.Module) -> Iterator[Parameter]:
 
 
 def require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: int) -> None:
-    """Raise InputError unless `row.parts()` describes the parameters of `module` on one of `tensor`
-    tensor ranks. `row` is the description of the operator that `module` computes. The planner and
-    the optimizer read `row.parts()`, not the module, so `row.parts()` and the module must agree."""
+    """Raise InputError unless `row.parts()` describes the parameters of `module`. `row` is the
+    description of the operator that `module` computes, and `tensor` is the number of tensor ranks.
+    The planner and the optimizer read `row.parts()`, not the module, so `row.parts()` and the
+    module must agree."""
     mistake = f"sublayer operator {row.name}: its parts() and its module differ: "
     described = {f"{row.name}.{name}" if name else row.name for name, _ in module.named_modules()}
     for name, part in row.parts().items():
@@ -268,7 +272,8 @@ def require_parts(owner: nn.Module, row: Operator, module: nn.Module, tensor: in
 
 def own(owner: nn.Module, row: Operator, build: Any) -> Callable[..., Any]:
     """Return the module of an operator that a user has written, after registering it in `owner`.
-    Raise InputError if it is no module, or if its parameters are not those that `row` describes."""
+    Raise InputError if the user's code does not return a module, or if the module's parameters are
+    not the parameters that `row` describes."""
     where = f"sublayer operator {row.name}"
     if not isinstance(row, OwnOperator):
         raise InputError(
@@ -298,9 +303,10 @@ def own(owner: nn.Module, row: Operator, build: Any) -> Callable[..., Any]:
 def checked(
     compute: Callable[..., Any], row: Operator, later: Sequence[Operator], build: Any
 ) -> Callable[..., Any]:
-    """Return `compute`, the function of an operator that a user has written, with a check of its
-    outputs. `later` are the operators after it. The function raises InputError for outputs that the
-    next operator cannot read, and if the user's code ends the program."""
+    """Return a function that calls `compute`, the function of an operator that a user has written,
+    and checks the outputs. The returned function raises InputError if the operators `later`, which
+    follow this operator, cannot read the outputs. It also raises InputError if the user's code
+    tries to end the program, for example by `sys.exit`."""
     where = f"sublayer operator {row.name}"
     widths = [
         local_width(later, name, hidden=build.model.hidden, tensor=build.axis.size)

@@ -14,9 +14,9 @@ class Cache(ABC):
     and all these tensors have the same shape.
 
     Sequences may have different lengths, because each token has its own position (see the method
-    `at`). A query sees only its own and earlier positions. So padding that was stored at a position
-    is never seen: the sequence's real token at this position overwrites the padding before a query
-    can see the position.
+    `at`). A query sees only its own and earlier positions. A short sequence is padded, so the cache
+    may store padding at a position. No query sees this padding, because the sequence's own token at
+    this position overwrites it first.
     """
 
     def __init__(

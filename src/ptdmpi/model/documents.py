@@ -2,8 +2,8 @@
 compares. Tokens attend only to tokens of their own document, and the positions of a document are
 counted from 0.
 
-In this module a document is a run of tokens that attend only to each other: one text of a packed
-sample, or the padding after the last text.
+In this module a document is a group of consecutive tokens that attend only to each other. It is one
+text of a packed sample, or the padding after the last text.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ class Documents:
 
     `numbers` [b, s] has the number of each token's document within its sequence. `positions` [s, b]
     has the position of each token in its document, from 0 on. `pieces` has (sequence, begin, end)
-    of all documents, sequence by sequence. This list is on the host, because the host calls the
-    kernels of blocked attention for one document at a time. `offsets` int32 [documents + 1] is for
-    all sequences concatenated: it has the position of each document's first token, and the end of
-    the last document. `longest` is the length of the longest document.
+    of all documents, sequence by sequence. `pieces` is on the host, because the host calls the
+    kernels of blocked attention for one document at a time. `offsets` int32 [documents + 1] counts
+    positions in the concatenation of all sequences. It has the position of the first token of each
+    document, and the end of the last document. `longest` is the length of the longest document.
     """
 
     numbers: Tensor
@@ -79,11 +79,13 @@ class Pairs:
     """The pairs of answers in a microbatch of b sequences of s tokens. In each sequence, document
     2 i has the preferred answer of pair i, and document 2 i + 1 has the other answer.
 
-    `answers` [s, b] has the number of each label's answer, counted over all sequences: 2 n for the
-    preferred answer of pair n, 2 n + 1 for the other answer, and -1 for a label with weight 0.
-    `references` [s, b] are the log-probabilities of the labels in the reference model. `size` is
-    the number of pairs. All ranks of the context axis have the same pairs, so only the rank with
-    the first position counts them. `counted` is `size` on this rank, and 0 on every other rank.
+    `answers` [s, b] has, for each label, the number of the answer that contains it. Pairs are
+    counted over all sequences: the preferred answer of pair n has the number 2 n, and the other
+    answer has 2 n + 1. The number is -1 for a label with weight 0. `references` [s, b] are the
+    log-probabilities of the labels in the reference model. `size` is the number of pairs. All ranks
+    of the context axis have the same pairs, so only the rank with the first position of the
+    sequences counts the pairs. `counted` is `size` on the rank with the first position, and 0 on
+    every other rank.
     """
 
     answers: Tensor

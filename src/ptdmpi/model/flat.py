@@ -79,8 +79,9 @@ class Unit:
 
 
 class LogicalPart(NamedTuple):
-    """A slice of a logical (undivided) parameter: `box` says where the slice is in the parameter,
-    `values` has its values, and `share` is the share of a tensor rank that contains the slice."""
+    """A slice of a logical (undivided) parameter. `box` is the position of the slice in the
+    parameter, and `values` are the values of the slice. `share` is the larger slice that the tensor
+    rank has and that contains this slice."""
 
     box: Box
     values: Tensor
@@ -144,9 +145,10 @@ class FlatOrder:
     rank owns.
 
     `named` has (logical name, parameter) of all pipeline stages of the rank. A name that occurs
-    twice is a tied weight. The two uses of a tied weight share their storage, but the second use
-    has a separate gradient (`second`), so that the two gradients can be reduced separately and then
-    added. `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not
+    twice is a tied weight, such as a table that is used as embedding and as head. Both uses of a
+    tied weight have the same storage. Each use has its own gradient, so that the two gradients can
+    be reduced separately and then added. `second` has the positions of the gradients of the second
+    uses. `unit_of` maps a parameter's name to the name of its shard unit. Parameters that do not
     train are in `packed` if they are quantized; otherwise they are in `frozen`. The parameters in
     `frozen` have a separate flat buffer, with its own shard units.
     """
@@ -172,8 +174,8 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # the gradients of the second uses of tied weights form a separate shard unit; this unit has
-        # no weights, because both uses have the same weights
+        # The gradients of the second uses of tied weights are in a separate shard unit. This unit
+        # has no weights, because the weights are in the shard unit of the first use.
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
@@ -238,10 +240,10 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return this rank's part of an entry (a parameter in the buffer). This rank updates the
-        part, and has the summed gradient of the part. The second use of a tied weight has only a
-        gradient, and a frozen entry is only stored. Return None if this rank has no part of the
-        parameter."""
+        """Return this rank's part of an entry (a parameter in the buffer). If the parameter trains,
+        this rank has the summed gradient of this part, and updates this part. For the second use of
+        a tied weight, only the gradient is in the buffer. Return None if this rank has no part of
+        the entry."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:
@@ -263,8 +265,9 @@ class FlatOrder:
         )
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return the slices into which the shards cut an entry (a parameter in the buffer), each
-        with the number of its shard. The entry must belong to a parameter that trains."""
+        """Return the slices into which sharding divides an entry (a parameter in the buffer), each
+        with the number of the shard that contains it. The entry must belong to a parameter that
+        trains."""
         unit = self.units[unit_number(self.units, entry)]
         own = range(entry.start, entry.start + entry.elements)
         return slices(own, range(unit.start, unit.stop), self.portion.shards)

@@ -70,7 +70,7 @@ class Context:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def of_adapters(self, layer: int) -> RandomStream | None:
-        """Return the random stream for the dropout of a layer's adapters."""
+        """Return the random stream for the dropout of the adapters in layer number `layer`."""
         if self.stream is None:
             return None
         return self.stream.at(layer, 3)
@@ -78,7 +78,8 @@ class Context:
 
 class Build(NamedTuple):
     """The inputs from which a layer's modules are made, in addition to the row of each module (the
-    description of its operator). If `selective` is True, the backward recomputes attention's core.
+    description of its operator). If `selective` is True, the backward recomputes the core of
+    attention, softmax(scores) v.
     """
 
     model: ModelConfig
@@ -176,9 +177,9 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # The heads are divided into parts of consecutive heads, and `part` is the number of this
-        # rank's part. The context-parallel method "ulysses" (`deals`) also divides the heads among
-        # the context ranks.
+        # Each tensor rank has a part of the heads: consecutive heads. `part` is the number of this
+        # rank's part. With the context-parallel method "ulysses" (`deals` is True), each part is
+        # divided again among the context ranks.
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -243,7 +244,8 @@ class SelfAttention(Computing):
         hidden = hidden_keys(k, sight)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
-        # in a 16-bit type, a sum of s exponentials would lose the small exponentials
+        # compute the softmax in a wide type, because a sum of s exponentials in a 16-bit type would
+        # lose the small exponentials
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         keep = stream.attention_mask(weights.shape, self.rate)
@@ -268,7 +270,8 @@ class Residual:
     dropout: HiddenDropout
 
     def __call__(self, x: Tensor, y: Tensor, context: Context) -> Tensor:
-        """Return x + dropout(y). Raise InputError if a sublayer has changed the positions."""
+        """Return x + dropout(y). Raise InputError if the shapes of x and y differ, which means that
+        a user's sublayer has changed the positions."""
         if x.shape != y.shape:
             raise InputError(
                 "model.sublayers: an operator has changed the positions: the output of its "
@@ -344,8 +347,8 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Compute | None
 
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the queries at this rank's positions, and the keys and values at all positions."""
-        # without the copy, q would be a view of a tensor that also has this rank's k and v, and
-        # would keep k and v in memory, although they are not needed after the gather
+        # copy q, because it is a view of a tensor that also has this rank's k and v; the view would
+        # keep k and v in memory, although they are not needed after the gather
         return q.clone(), *build.context.whole_keys(k, v)
 
     return compute

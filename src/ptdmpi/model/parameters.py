@@ -95,11 +95,11 @@ class Declaration:
     may consist of several matrices, whose sizes along dim 0 are `parts`; if `parts` is empty, the
     parameter is one matrix. `shared_gradient` is for sequence parallelism: if it is True, each
     tensor rank applies the parameter only to its own positions, so the gradient must be summed over
-    the tensor axis. If `partial_gradient` is True, each tensor rank applies the parameter only to
-    its own heads, so the gradient must always be summed over the tensor axis. If `trains` is False,
-    the parameter has no gradient, no master weight and no moments. `low_bit` is the quantized
-    format that matrix products use. If the parameter does not train, it is also stored in this
-    format.
+    the tensor axis. If `partial_gradient` is True, each tensor rank computes only one term of the
+    gradient, for example because it applies the parameter only to its own heads. The gradient must
+    then always be summed over the tensor axis. If `trains` is False, the parameter has no gradient,
+    no master weight and no moments. `low_bit` is the quantized format that matrix products use. If
+    the parameter does not train, it is also stored in this format.
     """
 
     shape: tuple[int, ...]
@@ -150,8 +150,9 @@ class Declaration:
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
         """Return the groups over which the gradient must be summed because each rank computes only
-        one term of it. Axes over which gradients are summed because ranks have different tokens are
-        not included. `sequence_divided` is True under sequence parallelism."""
+        one term of the gradient. The result does not include the axes along which ranks have
+        different tokens, although gradients are also summed over these axes. `sequence_divided` is
+        True under sequence parallelism."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return (TENSOR, *self.rows_over)
         return self.rows_over
@@ -229,10 +230,10 @@ class Parameter(nn.Parameter):
 
     def accumulate(self, add: Callable[[Tensor], object], *, alone: bool = False) -> None:
         """Call `add(main_grad)`, which adds a contribution to the gradient: immediately, or in the
-        second part of a split backward. Until it is called, the function `add` keeps the tensors
-        that it needs in memory. `add` may communicate over the tensor axis. If `alone` is True, the
-        contribution is rounded separately before it is added, so that the result is the same as if
-        another rank had computed it."""
+        second part of a split backward. Until `add` is called, the tensors that it needs stay in
+        memory. `add` may communicate over the tensor axis. If `alone` is True, the contribution is
+        rounded to the type of `main_grad` before it is added. The result is then the same as if
+        another rank had computed the contribution and sent it to this rank."""
         if alone:
             add = partial(_add_alone, add)
         if self.later is None:
@@ -242,7 +243,8 @@ class Parameter(nn.Parameter):
 
 
 def _add_alone(add: Callable[[Tensor], object], total: Tensor) -> None:
-    """Call `add` with zeros of the shape of `total`, and then add the result to `total`."""
+    """Let `add` add its contribution to zeros instead of to `total`, and then add the rounded
+    result to `total`."""
     product = torch.zeros_like(total)
     add(product)
     total.add_(product)

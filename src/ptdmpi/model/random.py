@@ -19,9 +19,9 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-# Initial weights are drawn in slabs of consecutive rows, so that a large tensor needs little memory
-# for its random values. A slab has about this number of elements (a multiple of 16), or more if its
-# rows are very long.
+# The initial values of a large tensor are drawn for a slab of consecutive rows at a time, so that
+# little memory is needed for random numbers. A slab has about this number of elements (a multiple
+# of 16), or more if its rows are very long.
 SLAB_ELEMENTS = 2**22
 
 
@@ -33,9 +33,10 @@ def initial(
     *,
     wanted: Sequence[Box] | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the initial values of the undivided parameter `name` with the given shape, float32 on
-    the CPU, in slabs of consecutive rows as (box, values). Only slabs that overlap a box in
-    `wanted` are yielded; if `wanted` is None, all slabs are yielded.
+    """Yield (box, values) for slabs of consecutive rows of the undivided parameter `name`. `shape`
+    is the shape of the parameter. `box` is the position of the slab in the parameter, and `values`
+    are its initial values, float32 on the CPU. Only slabs that overlap a box in `wanted` are
+    yielded; if `wanted` is None, all slabs are yielded.
 
     `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero. A
     slab is bitwise equal to the same rows of a tensor that torch draws in one call. This is
@@ -46,8 +47,8 @@ def initial(
     if wanted is None:
         wanted = [whole]
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    # the generator is always on the CPU, so that weights are the same on all devices; the shift
-    # gives a seed of 63 bits, which torch accepts
+    # The generator is always on the CPU, so that weights are the same on all devices. Torch accepts
+    # seeds of 63 bits, so the last bit of the digest is dropped.
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     last = max((box.stop[0] for box in wanted), default=0)
     for slab in whole.slabs(_slab_rows(shape)):
@@ -59,7 +60,8 @@ def initial(
                 yield slab, torch.full(slab.size, {"zeros": 0.0, "ones": 1.0}[init])
         elif here:
             yield slab, torch.empty(slab.size).normal_(0.0, init, generator=generator)
-        # skip the random numbers of this slab, because skipping takes half the time of drawing
+        # This slab is not needed, but the next slab needs the state that the generator has after
+        # this slab. Random bytes advance the generator equally, in half the time.
         else:
             torch.empty(slab.elements, dtype=torch.uint8).random_(generator=generator)
 
@@ -71,8 +73,8 @@ def _slab_rows(shape: Sequence[int]) -> int:
     row = math.prod(shape[1:])
     grain = 16 // math.gcd(16, row)
     rows = max(1, SLAB_ELEMENTS // (row * grain)) * grain
-    # if 16 does not divide the number of elements, torch draws the last sixteen numbers again, so
-    # these sixteen must be in one slab
+    # If 16 does not divide the number of elements, torch draws the last sixteen numbers of a tensor
+    # again. These sixteen numbers must therefore be in one slab.
     while shape[0] > rows and 0 < (shape[0] % rows) * row < 16:
         rows += grain
     return rows
@@ -108,8 +110,8 @@ class RandomStream:
 
     `key` is a hash of the coordinates that are the same for all elements. `samples` [b] are the
     global sample numbers of the microbatch. `positions` are the positions, on this rank, of the
-    tensor to which the dropout is applied. `first_head` and `first_channel` are the numbers of the
-    first head and of the first channel of this tensor.
+    tensor to which the dropout is applied. This tensor may have only some heads or channels of the
+    model: `first_head` and `first_channel` are the numbers of its first head and its first channel.
     """
 
     key: int
@@ -135,7 +137,7 @@ class RandomStream:
     ) -> "RandomStream":
         """Return the stream of the dropout that `place` identifies, such as (layer, 0), for heads
         from `first_head` on and channels from `first_channel` on. If `positions` is None, the
-        positions do not change."""
+        result has the same positions as this stream."""
         return replace(
             self,
             key=fold(self.key, *place),
@@ -191,8 +193,8 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
     # Hashing needs several temporary values of 8 bytes for each element. If all elements were
-    # hashed at once, these values would take more memory than the masked tensor, and would not fit
-    # into the cache of a CPU.
+    # hashed at once, the temporary values would take more memory than the masked tensor, and would
+    # not fit into the cache of a CPU.
     elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
     count = max(1, elements // columns.numel())
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):

@@ -40,8 +40,9 @@ class Pool:
 
     def take(self, length: int) -> Tensor:
         """Return a flat tensor of `length` elements with arbitrary values. Unused tensors of other
-        lengths are freed. Otherwise the tensors of shard units that are not layers, which have
-        other lengths, would stay in memory for the whole step."""
+        lengths are freed. For example, the shard units of the embedding and of a layer have
+        different lengths, and without this rule the tensor of the embedding would stay in memory
+        for the whole step."""
         fitting = [flat for flat in self._spare if len(flat) == length]
         self._spare = fitting[1:]
         if fitting:
@@ -154,8 +155,9 @@ class PlacedGradients(Protocol):
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the caller can test each gradient before it is reduced: `look`
-        is called with a parameter, and tests the gradient of this parameter. Gradients that are not
-        reduced during the backward op are tested at the end of this op."""
+        is called with a parameter, and tests the gradient of this parameter. If gradients are not
+        reduced during the backward op, `look` is not called, because the caller itself tests the
+        gradients at the end of the op."""
 
 
 class _Leaving(NamedTuple):
@@ -213,8 +215,8 @@ class ReducedGradients:
             for parameter, _ in self.units[number]:
                 if self._look is not None:
                     self._look(parameter)
-                # remove the attribute, so that a later addition to the gradient, which would be a
-                # mistake, raises an exception
+                # remove the attribute, because an addition to the gradient after this point is a
+                # mistake, and now raises an exception
                 del parameter.main_grad
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
@@ -277,9 +279,9 @@ class Walk:
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
         # The numbers of the shard units that each module uses. If weights are unsharded, only
-        # decentralized training uses this list: it waits for the neighbours' weights of a module
-        # before it computes the module (`Decentralized`). Only weights that train are exchanged, so
-        # only their units are listed.
+        # decentralized training needs these numbers: before it computes a module, it waits for the
+        # weights of this module from the neighbours (`Decentralized`). The neighbours send only
+        # weights that train, so the other units are not included.
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None
@@ -304,9 +306,9 @@ class Walk:
         self._hold(self.places, place, 1)
 
     def backward(self, place: str | None) -> None:
-        """Record that the backward reaches the module `place`. The backward has then finished all
-        modules that follow this module in the forward. If `place` is None, it has finished all
-        modules."""
+        """Record that the backward reaches the module `place`. At this time, the backward of all
+        later modules (in the order of the forward) is complete. If `place` is None, the backward of
+        all modules is complete."""
         assert self.gradients is not None, "a stage without gradients has no backward"
         if place is None:
             self.gradients.end()
@@ -326,8 +328,9 @@ class Walk:
             self.gradients.forget()
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """Return `x` as the input of the module `place`, and call `self.forward(place)`. When the
-        backward has computed the gradient of `x`, `self.backward` is called."""
+        """Call `self.forward(place)`, and return `x` as the input of the module `place`. When the
+        backward has computed the gradient of the returned tensor, it calls `self.backward` for the
+        module before `place`."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             self.forward(place)
             return x

@@ -101,8 +101,8 @@ class Stage(nn.Module):
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
-        # if there is a `Walk`, it is notified whenever the computation reaches the next module of
-        # the stage
+        # the `Walk` that is notified whenever the computation reaches the next module of the stage;
+        # None if weights and gradients need no communication during the computation
         self.walk: Walk | None = None
         self._idle = False
         self._in_flight: dict[int, tuple[Arrival | None, Departure]] = {}
@@ -175,9 +175,10 @@ class Stage(nn.Module):
         return len(self._in_flight)
 
     def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
-        """Return the output of this stage. On the last stage, the output has the logits for this
-        rank's part of the vocabulary, at all positions [s, b, V/t] or at the k masked positions of
-        each sequence [k, b, V/t]. For the arguments see `hidden`."""
+        """Return the output of this stage. On the last stage of a model that predicts tokens, the
+        output is the logits for this rank's part of the vocabulary. They are [s, b, V/t] at all
+        positions or, for a masked language model, [k, b, V/t] at the k masked positions of each
+        sequence. For the arguments see `hidden`."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 
@@ -272,17 +273,17 @@ class Stage(nn.Module):
         stage.
 
         The gradients of parameters are added to `main_grad`. If no layer before this stage trains,
-        the gradient of this stage's input is a tensor of zeros, which is also sent, because the
-        schedule is the same for all models. If neither this stage nor an earlier stage has a
-        parameter that trains, nothing is computed.
+        the gradient of this stage's input is a tensor of zeros. These zeros are still sent to the
+        previous stage, because the schedule is the same for all models. If neither this stage nor
+        an earlier stage has a parameter that trains, nothing is computed.
         """
         if self._idle:
             return self._no_gradient()
         arrival, departure = self._in_flight.pop(microbatch.number)
         if self.last:
             assert microbatch.total is not None, "the forward has stored the loss"
-            # the backward begins with the total loss, whose gradient is the factor of this loss in
-            # the mean over the global batch
+            # the backward begins with the gradient of the total loss, which is `scale` (see
+            # `MicrobatchPass`)
             dy = torch.full_like(microbatch.total, microbatch.scale)
         if self.walk is not None:
             self.walk.backward(self.places[-1])
@@ -302,8 +303,8 @@ class Stage(nn.Module):
         gradient of this stage's input, as `backward_microbatch` does.
 
         All additions to gradients of parameters, including norms and biases, are deferred until
-        `weight_microbatch`. When `weight_microbatch` completes the gradient of a microbatch, the
-        gradient therefore contains no contributions of later microbatches.
+        `weight_microbatch`. Otherwise, op I of a later microbatch would change the gradient before
+        op W of this microbatch completes it.
         """
         later: list[Callable[[], object]] = []
         try:

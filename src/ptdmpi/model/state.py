@@ -8,13 +8,12 @@ kind are either equal on all replicas, or different. The state also contains a f
 
 Code that stores or compares state, such as checkpoints, iterates over `State.pieces`: slices of
 logical (undivided) tensors with their values. Each slice has the list of axes along which ranks
-have different slices. Ranks whose positions in the grid differ only along other axes have the same
-values.
+have different slices. Along all other axes, ranks have the same slice with the same values.
 
-A rank may store its part of the state differently for different parameters and kinds of state. Only
-this module depends on these differences, with one exception: after the loss of a rank, the
-surviving ranks send the tensors `State.flats` unchanged. This is correct, because sender and
-receiver store the same part of the state in the same way.
+How a rank stores its part of the state depends on the parameter and on the kind of state, and only
+this module knows how. There is one exception: after the loss of a rank, the surviving ranks send
+the tensors `State.flats` unchanged. This is correct, because sender and receiver store the same
+part of the state in the same way.
 """
 
 import contextlib
@@ -55,8 +54,8 @@ class Kept:
     values. `begins` determines the values before the first step, and after a resume from a
     checkpoint without this kind: zeros, or the values of the weights. If `needed` is True, a run
     cannot resume from a checkpoint without this kind. `names` has the parameters that have this
-    kind of state; None means all parameters. If `early` is True, the reduction of gradients changes
-    this kind, before the update."""
+    kind of state; None means all parameters. If `early` is True, values of this kind already change
+    when gradients are reduced, and not only in the update."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -122,7 +121,8 @@ class Resident:
     """The values of a parameter in this rank's memory, as a flat tensor with padding. `kind` is a
     kind of the state, or a name for weights that are not part of the state. `cut_by` has the axes
     along which ranks have different values; along all other axes ranks have the same values. If
-    `early` is True, the reduction of gradients changes the values."""
+    `early` is True, the values already change when gradients are reduced, and not only in the
+    update."""
 
     kind: str
     name: str
@@ -181,8 +181,8 @@ class State:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
             self.kinds[name] = Kind(parts, own, kept)
-        # Kinds of state that begin with zeros are already zero. Writing the zeros again would load
-        # a state that is stored in a file into memory.
+        # Kinds of state that begin with zeros are skipped: they are already zero, and if the state
+        # is stored in a file, writing zeros again would load the file into memory.
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
         # A mark in the device's queue of work. The device passes the mark when all copies of the
@@ -307,8 +307,8 @@ class State:
                 yield Resident(kind, name, values.flatten(), self._whole_by(buffer.packed[name]))
 
     def _own_weights(self, owned: Iterable[OwnPart], parts: Sequence[Tensor]) -> Iterator[Resident]:
-        """Yield this rank's parts of weights (`owned`) as `Resident` objects. Weights are sharded
-        only with ZeRO stage 3."""
+        """Yield this rank's parts of weights (`owned`) as `Resident` objects. With ZeRO stage 3,
+        ranks along the axes of the shard group have different parts."""
         for own in owned:
             cut_by = self._whole_by(own.entry)
             if self.buffer.portion.shards_weights:
@@ -316,8 +316,10 @@ class State:
             yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
-        """Return the axes along which ranks use different weights in matrix products. They are the
-        axes along which the parameter's state differs, except the axes of the shard group."""
+        """Return the axes along which ranks use different weights of the parameter `entry` in
+        matrix products. They are the axes along which the parameter's state differs, without the
+        axes of the shard group, because ranks of a shard group have different parts of the state,
+        but use the same weights."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)
@@ -364,17 +366,17 @@ class State:
         self.buffer.refresh_weights(written)
 
     def let_go(self) -> None:
-        """Free memory that reading the pieces of the state has used. A state that is stored in a
-        file need not stay in memory."""
+        """Free the memory into which the pieces of the state have been read, if the state is stored
+        in a file."""
         self.buffer.storage.let_go()
 
 
 def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
-    """Return two values for flat tensors that contain only the parameters `names`, in the order of
-    `held`: the position of each parameter, and the length of each flat tensor. There is one flat
-    tensor for each of the `units` shard units."""
+    """Return the layout of flat tensors that contain only the parameters `names`, in the order of
+    `held`. There is one flat tensor for each of the `units` shard units. The first returned value
+    has the position of each parameter, and the second has the length of each flat tensor."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():

@@ -64,8 +64,8 @@ class _Embed(Function):
             return F.embedding(ids, weight)
         rows = weight.shape[0]
         local = ids - axis.rank * rows
-        # if another rank has the row of an id, this rank looks up row 0 and sets the values to
-        # zero, so that the sum over ranks contains each row once
+        # if another rank has the row of an id, this rank contributes zeros to the sum over ranks:
+        # it looks up row 0, and sets the values to zero
         elsewhere = (local < 0) | (local >= rows)
         local = local.masked_fill(elsewhere, 0)
         ctx.layer = (weight, axis, local, elsewhere)

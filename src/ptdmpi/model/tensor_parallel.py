@@ -69,12 +69,14 @@ class TensorAxis:
     def gather(self, x: Tensor) -> Tensor:
         """Return the input of a block (attention or MLP), which has all positions on every rank.
         `x` has the positions of this rank outside the block."""
+        if not self.divides_sequence:
+            return x
         whole, arrived = self.gather_begin(x)
         arrived.wait()
         return whole
 
     def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `gather`. The result is complete when `wait` of the handle has returned."""
+        """Begin `gather`. The returned tensor is complete after `wait` of the returned handle."""
         if not self.divides_sequence:
             return x, DONE
         return self.comm.all_gather_begin(x.contiguous())
@@ -87,7 +89,9 @@ class TensorAxis:
         return total
 
     def reduce_begin(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `reduce`. The sum is complete when `wait` of the handle has returned."""
+        """Begin `reduce`. The returned tensor is complete after `wait` of the returned handle."""
+        if self.size == 1:
+            return partial, DONE
         partial = partial.contiguous()
         if self.divides_sequence:
             return self.comm.reduce_scatter_begin(partial)
@@ -116,8 +120,8 @@ def accumulate_bias_gradient(
     bias: Parameter | None, dy: Tensor, own: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     """Add the gradient of a bias, which is the sum of `dy` over all positions, to its `main_grad`.
-    Do nothing if there is no bias, or if the bias does not train. `own` selects the elements of the
-    bias that were added to the output; None selects all elements."""
+    Do nothing if there is no bias, or if the bias does not train. If only some elements of the bias
+    were added to the output, `own` is a function that selects these elements."""
     if bias is not None and bias.requires_grad:
         # sum in the type of `main_grad`, because a sum over all positions in a 16-bit type loses
         # small terms
@@ -163,9 +167,15 @@ class LinearPass:
     adapters: Sequence[LowRankAdapter] = ()
     stream: RandomStream | None = None
 
+    def tracked(self, x: Tensor) -> list[Parameter | None]:
+        """Return the parameters that must be passed to autograd so that it calls the backward of
+        the pass. If the input `x` has a gradient, there are none, because autograd then calls the
+        backward without them, and does not visit each parameter."""
+        return [] if x.requires_grad else self.parameters
+
     @property
     def parameters(self) -> list[Parameter | None]:
-        """Return all parameters of the pass, so that they can be passed to autograd."""
+        """Return all parameters of the pass."""
         parameters: list[Parameter | None] = [self.weight, self.bias]
         for adapter in self.adapters:
             parameters += (adapter.a, adapter.b)
@@ -173,7 +183,7 @@ class LinearPass:
 
     def own(self, rows: Tensor) -> Tensor:
         """Return the rows of a weight, or of its gradient, that belong to the outputs of the pass.
-        In this class, they are all rows."""
+        This class returns all rows; a subclass may compute only some outputs."""
         return rows
 
     @property
@@ -315,9 +325,11 @@ class _RowLinear(Function):
 
 def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the two groups of tensors that `LinearPass.keep` has saved: those of the input, and
-    the inner activations of the adapters. The tensors are detached, because otherwise they would
-    keep their autograd graphs in memory."""
-    saved = tuple(map(Tensor.detach, ctx.saved_tensors))
+    the inner activations of the adapters. If the gradients of weights are deferred, the tensors are
+    detached, because otherwise they would keep their autograd graphs in memory."""
+    saved = ctx.saved_tensors
+    if ctx.layer.weight.puts_off:
+        saved = tuple(map(Tensor.detach, saved))
     return saved[: ctx.kept], saved[ctx.kept :]
 
 
@@ -409,7 +421,7 @@ class ColumnParallelLinear(LayerLinear):
         and its gradient."""
         layer = self.begun(stream)
         layer.bias = self.bias if adds_bias else None
-        return rescaled(ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
+        return rescaled(ColumnLinear.apply(x, layer, *layer.tracked(x)), self.scales)
 
 
 class RowParallelLinear(LayerLinear):
@@ -427,7 +439,8 @@ class RowParallelLinear(LayerLinear):
         """Return the sum [s, b, o] over all tensor ranks' products; under sequence parallelism,
         only at this rank's positions. `stream` is the random stream for the adapters' dropout."""
         layer = self.begun(stream)
-        return _RowLinear.apply(rescaled(x, self.scales), layer, *layer.parameters)
+        x = rescaled(x, self.scales)
+        return _RowLinear.apply(x, layer, *layer.tracked(x))
 
 
 class _Linear(Function):
@@ -467,32 +480,3 @@ class ReplicatedLinear(Computing):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, [..., o]."""
         return _Linear.apply(x, self.weight, self.bias, self.kernels)
-
-
-class _SelectPositions(Function):
-    """The selection of the activations at some positions. Every tensor rank gets all selected
-    activations. In the backward, each rank gets the gradient of the positions that it has."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        ctx.shape = x.shape
-        ctx.positions = positions
-        return axis.gather(x).gather(0, positions[..., None].expand(-1, -1, x.shape[-1]))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        local, b, h = ctx.shape
-        length = local
-        if ctx.axis.divides_sequence:
-            length *= ctx.axis.size
-        # every rank has the full gradient, and returns only its own positions
-        dx = dy.new_zeros((length, b, h))
-        dx.scatter_add_(0, ctx.positions[..., None].expand(-1, -1, h), dy)
-        return ctx.axis.between_blocks().of(dx), None, None
-
-
-def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
-    """Return the activations [k, b, h] at `positions` [k, b], k positions of each of b sequences.
-    The result is the same on every tensor rank."""
-    return _SelectPositions.apply(x, positions, axis)

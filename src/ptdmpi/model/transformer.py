@@ -96,7 +96,7 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
     def dimension(turns: float) -> float:
         """Return the index of the frequency that makes `turns` turns within the original context
-        length. In general this index is not an integer."""
+        length. This index need not be an integer."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
         return model.rotary_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 
@@ -109,8 +109,9 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
 class Layered(Computing):
     """The base class of modules that compute the operators of a layer: the layers of the model, and
-    the modules for multi-token prediction. The kernels determine how the operators of `plain_steps`
-    are combined to `steps`."""
+    the modules for multi-token prediction. `plain_steps` computes each operator by its own
+    function. In `steps`, some functions compute several operators at once, if the chosen kernels
+    can do so."""
 
     plain_steps: tuple[RowStep, ...]
     steps: tuple[RowStep, ...]
@@ -129,7 +130,7 @@ class Layered(Computing):
 
 
 class Block(Layered):
-    """A layer. It computes the operators of its sublayers (`plan.layer.describe`) in their
+    """A transformer layer. It computes the operators that `plan.layer.describe` lists, in their
     order."""
 
     def __init__(
@@ -144,9 +145,9 @@ class Block(Layered):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # `recompute.layers` counts layers from the first layer of the whole model, not of each
-        # pipeline stage, so the recomputed layers do not depend on the numbers of ranks and model
-        # chunks
+        # `recompute.layers` counts from the first layer of the whole model. If it counted from the
+        # first layer of each stage, the recomputed layers would depend on the numbers of ranks and
+        # model chunks.
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
@@ -180,6 +181,17 @@ class Block(Layered):
         self._compiled = torch.compile(
             self._forward, fullgraph=True, dynamic=False, backend=backend
         )
+        self.steps = self.plain_steps
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return True if the layer's training pass is a compiled graph."""
+        return self._compiled is not None
+
+    def uncompile(self) -> None:
+        """Compute the layer without a compiled graph from now on."""
+        self._compiled = None
+        self.take(self.kernels)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -233,7 +245,7 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()
         self.axis = axis
-        # the hash of this dropout uses the layer number -1
+        # the random stream of this dropout needs a layer number that no layer has: -1
         self.dropout = HiddenDropout(model.dropout, (-1, 0), axis)
         parts = parameters.embedding(model, vocab_size)
         self.word = built.word_embedding(parts[WORD_TABLE], axis)
@@ -309,7 +321,8 @@ class Classes(nn.Module):
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
-        # the hash of this dropout uses a layer number that no layer has: the number of layers
+        # the random stream of this dropout needs a layer number that no layer has: the number of
+        # layers
         place = (model.layers, 0)
         undivided = TensorAxis(axis.comm)  # without sequence parallelism
         self.dropout = HiddenDropout(model.dropout, place, undivided)

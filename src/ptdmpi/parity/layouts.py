@@ -24,8 +24,8 @@ from ptdmpi.config.zero import STAGES
 HIDDEN = 32
 HEADS = 4
 SEQ_LENGTH = 16
-MOST_RANKS = 16  # Enough ranks for every pair of settings, such as tensor = 4 with pipeline = 4.
-GLOBAL_SIZE = 16  # Sequences per step; a multiple of every data x micro_size below.
+MOST_RANKS = 16  # enough for every pair of sizes, such as tensor = 4 and pipeline = 4
+GLOBAL_SIZE = 16  # sequences per step; a multiple of every product data x micro_size
 
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
@@ -162,13 +162,13 @@ class ComparedLayout(Layout):
         """Return the simplest layout for which a training run must have the same bits.
 
         This base layout and the given layout have equal values of the settings that determine the
-        order of sums: the sizes of the tensor and context axes, the microbatch size, sequence
-        parallelism and, unless the run is reproducible, the data-parallel size. If the optimizer's
-        state is sharded, the two layouts also agree in whether gradients are summed over ranks
-        first or over microbatches first, and in whether shard groups sum separately. Both layouts
-        distribute experts over equally many ranks, in the same way. There is one exception: if each
-        expert computes the tokens of each source rank separately (`computes_by_source`), the base
-        layout has all experts on every rank, because the bits are then the same.
+        order of sums: the sizes of the tensor and context axes, the microbatch size, and sequence
+        parallelism. Unless the run is reproducible, three more properties are equal: the
+        data-parallel size, whether gradients are summed over ranks before microbatches
+        (`sums_by_microbatch`), and whether several groups shard copies of the same optimizer state
+        (`has_copies`). The two layouts also distribute experts over ranks in the same way. But if
+        each expert computes the tokens of each source rank separately (`computes_by_source`), the
+        distribution does not change the bits, so the base layout has all experts on every rank.
         """
         microbatches = self.microbatches(GLOBAL_SIZE)
         plain = ComparedLayout(
@@ -222,8 +222,8 @@ class Case:
         """Return the cost of a step: the number of computed layers, counted for each microbatch and
         tensor rank.
 
-        At this model size, a layer takes the same time on every rank, even if the rank has few of
-        the layer's parameters.
+        The models are so small that a layer takes the same time on a tensor rank, whether it is
+        divided or not. So each tensor rank counts as a complete layer.
         """
         again = 4 / 3 if self.layout.recompute == "full" else 1.0
         microbatches = GLOBAL_SIZE // self.layout.micro_size
@@ -311,8 +311,8 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with at most `ranks` ranks. Together the cases contain every pair that occurs in
     a legal candidate.
 
-    A pair is two settings or effects of one case. The first cases are those that contain the most
-    pairs of settings relative to their training time.
+    A pair is two settings or effects (see `Case.effects`) of one case. The first cases are those
+    that contain the most pairs of settings relative to their training time.
     """
     return list(_covering_set(ranks))
 
@@ -335,7 +335,7 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
     """Return the pairs of settings that occur in no case, grouped by the reason that makes them
     illegal.
 
-    Legal pairs have the reason "".
+    A legal pair that occurs in no case has the reason "".
     """
     covered = {pair for case in cases for pair in pairs(case.settings)}
     factors = LAYOUT_FACTORS | MODEL_FACTORS
@@ -351,8 +351,8 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
 
 
 def _mildest(values: dict[str, Any]) -> Case:
-    """Return a case with the given values. The other settings have values that violate no rule, so
-    if the case violates a rule, the given values are the reason."""
+    """Return a case with the given values. If this case violates a rule, the given values are the
+    reason, because the values of all other settings violate no rule."""
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     for setting in values.items():
         values = NEEDED.get(setting, {}) | values
@@ -446,8 +446,8 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases with adapters. The layouts divide adapters, sum their gradients and draw their
-    dropout masks under tensor, pipeline and data parallelism, and with sharded parameters."""
+    """Return cases with adapters. The adapters have dropout in some of the cases. The layouts have
+    tensor, pipeline and data parallelism, and sharded parameters."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
     cases = [
         Case(
@@ -474,9 +474,9 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with Muon, which updates complete matrices although a layout divides them.
 
-    The tensor axis divides the matrices. Sharding the optimizer's state also divides the matrices.
-    Among the cases are layouts with one shard group, layouts with several shard groups that have
-    copies of the state, and layouts that sum gradients over ranks in each microbatch.
+    Two things divide the matrices: tensor parallelism, and sharding of the optimizer's state. Among
+    the cases are layouts with one shard group, layouts with several shard groups that have copies
+    of the state, and layouts that sum gradients over ranks in each microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

@@ -108,9 +108,10 @@ class Chooser:
     """The choices of experts in a training run. `expected` has the choices of another run. If
     `replaces` is True, the run uses these choices; otherwise it uses its own choices.
 
-    `recorded` has the run's own choices, for the tokens of this rank. `flips` is the number of
-    these choices that differ from `expected`, apart from the order of a token's experts. Tensor
-    ranks with the same tokens count a flip only once. Without `expected` no flip is counted.
+    `recorded` has the run's own choices, for the tokens of this rank. `flips` counts the tokens
+    whose experts differ from `expected`, in all layers and steps; the order of a token's experts
+    does not matter. Tensor ranks with the same tokens count a flip only once. Without `expected` no
+    flip is counted.
     """
 
     def __init__(
@@ -139,9 +140,9 @@ class Chooser:
 
     def choice(self, layer: int, own: Tensor, tokens: TensorTokens) -> Tensor:
         """Return the experts of the tokens of the layer's next microbatch, [T, k] for T tokens with
-        k experts each. The layer itself has chosen the experts `own` [T, k]. Every layer computes
-        the microbatches of a step in their order. `tokens` says which of the tokens this tensor
-        rank routes, and whether it counts the choices that differ from the expected choices
+        k experts each. `own` [T, k] has the experts that the layer itself has chosen. Every layer
+        computes the microbatches of a step in their order. `tokens` says which of the tokens this
+        tensor rank routes, and whether it counts the choices that differ from the expected choices
         (flips)."""
         batch = self._batches[self._done[layer]]
         self._done[layer] += 1

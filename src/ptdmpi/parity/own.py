@@ -14,13 +14,15 @@ from ptdmpi.parity.suite import Comparison
 from ptdmpi.plan.layer.legality import refusals
 
 SECTION = "The sublayers of the configuration"
-LAYERS = 4  # for two pipeline ranks with two chunks each
-# Keys of [model] that change the layers and do not depend on sizes. The compared model has the
-# values of the user.
+LAYERS = 4  # one layer in each chunk, for two pipeline ranks with two chunks each
+# Keys of [model] that change the layers and do not depend on sizes. The small model takes their
+# values from the user's configuration.
 KEPT = ("sublayers", "norm", "activation", "positions", "block_norm")
-# The sizes of latent attention, if the user's model has it.
+# The sizes of latent attention in the small model, if the user's model has latent attention.
 LATENT_SIZES = {"q_lora_rank": 16, "kv_lora_rank": 16, "rope_head_size": 4, "value_head_size": 6}
-# Every axis, every way to divide or to delay the work of a layer, and every context method.
+# The compared layouts. Together they have tensor, pipeline, data and context parallelism with every
+# context method, sequence parallelism, ZeRO 1 to 3, recomputation, and schedules that delay the
+# gradients of weights.
 LAYOUTS = (
     ComparedLayout(micro_size=4, recompute="full"),
     ComparedLayout(tensor=2, sequence_parallel=True, recompute="full", micro_size=4),
@@ -56,8 +58,8 @@ class OwnModel(ComparedModel):
 
 
 class OwnRows(NamedTuple):
-    """The rows of the parity table for a user's model, and a line for each layout that is left
-    out."""
+    """The rows of the parity table for a user's model, and a line for each layout in which the
+    model cannot be trained."""
 
     comparisons: list[Comparison]
     probes: list[Case]
@@ -90,9 +92,10 @@ def model_of(tree: Mapping[str, Any]) -> OwnModel:
 
 
 def rows(model: OwnModel, ranks: int, *, short: bool = False) -> OwnRows:
-    """Return the comparisons and the probes of a model that `ranks` ranks can make. If `short` is
-    True, return at most two of each. Layouts that need more ranks are left out without a line.
-    Every second comparison has dropout. Raise InputError if a sublayer cannot be imported."""
+    """Return the comparisons and the probes of a model that are possible with `ranks` ranks. If
+    `short` is True, return at most two of each. `left_out` has no line for layouts that need more
+    ranks. Every second comparison has dropout. Raise InputError if a sublayer cannot be
+    imported."""
     cases: list[Case] = []
     left_out: list[str] = []
     for layout in (layout for layout in LAYOUTS if layout.ranks <= ranks):
@@ -110,6 +113,6 @@ def rows(model: OwnModel, ranks: int, *, short: bool = False) -> OwnRows:
 
 
 def _refusal(case: Case, ranks: int) -> str | None:
-    """Return the reason why the case cannot be trained on `ranks` ranks, by the rules of layouts or
-    by an operator of the model; None if it can be trained."""
+    """Return the reason why the case cannot be trained on `ranks` ranks; None if it can be trained.
+    The reason is either a rule of layouts, or an operator of the model that refuses the layout."""
     return refusal(case, ranks) or next(refusals(case.layout, shape_of(case.model)), None)

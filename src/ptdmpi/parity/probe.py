@@ -32,8 +32,8 @@ MODELS = (
 )
 # this layout is probed with each context-parallel method and each model
 PLAIN = replace(ALONE, context=2)
-# Each layout in `COMBINED` is probed once with each context-parallel method. The layouts take turns
-# with the models, so a layout has another model with each method.
+# Each layout in `COMBINED` is probed once with each context-parallel method. The model changes from
+# one method to the next.
 COMBINED = (
     replace(ALONE, context=4),
     replace(PLAIN, tensor=2, sequence_parallel=True),
@@ -44,12 +44,12 @@ COMBINED = (
 THREE = replace(ALONE, context=3)
 THREE_LENGTH = 18
 THREE_METHODS = tuple(method for method in CONTEXT_METHODS if method != "ulysses")
-# The perturbed tokens. With 2 context ranks, the first of these tokens is at the edge of a chunk,
-# with 3 context ranks the second, and with 4 context ranks the last.
+# The perturbed tokens: 4, 9 and 14. At least one of them is at the edge of a chunk: token 4 with 2
+# context ranks, token 9 with 3 context ranks, and token 14 with 4 context ranks.
 TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 
-# The sublayers in which a position uses all positions that it may use.
+# The sublayers in which each position uses every position that the mask allows.
 ATTENTION = {"attention", LATENT}
 
 
@@ -119,8 +119,9 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
     other. Return one line of text for each token that changes a wrong set of losses.
 
     All ranks call this function. The given batch has all positions of its sequences, even if the
-    ranks divide the sequences. Masked tokens of the batch are not perturbed. A model without
-    attention may change fewer losses than its attention would, but no other losses.
+    ranks divide the sequences. Masked tokens of the batch are not perturbed. In a model with
+    attention, a token must change exactly the losses of `seen_by`. In a model without attention,
+    the token may change only these losses, but need not change all of them.
     """
     lines = []
     every = not ATTENTION.isdisjoint(engine.config.model.sublayers)

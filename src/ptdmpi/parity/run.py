@@ -68,8 +68,8 @@ class Training:
     `losses` and `norms` have the loss and the gradient norm of each step. `gradients` are the
     gradients of the first step, as the optimizer gets them. `parameters` are the final master
     weights. `torn` has the names of tensors whose copies on several ranks differ. If the model has
-    experts, `choices` of a run on one rank has the experts of each token. In all other runs,
-    `flips` is the number of choices of experts that differ from those of the run on one rank.
+    experts, the run on one rank stores the experts of each token in `choices`. Every other run
+    counts in `flips` how many of its choices differ from the choices of the run on one rank.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -139,8 +139,8 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
 def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
     """Return the tokens of a batch as samples for a masked language model.
 
-    The tokens of a sequence determine which positions of the sequence are masked. The label for the
-    order of a sequence's two halves is 1 if the sample number is odd, and otherwise 0.
+    The tokens of a sequence determine which positions of the sequence are masked. The label for
+    sentence-order prediction is the sample number modulo 2.
     """
     places = torch.arange(len(batch.inputs))[:, None]
     masked = ((batch.inputs * 7919 + places * 104729) % 1009).argsort(dim=0, stable=True)

@@ -126,8 +126,8 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         MUON: layouts.muon_cases(ranks),
         EXPERTS: mixture_cases(ranks),
     }
-    # Repeat the layout with the most ranks, because such layouts find the most faults. If several
-    # layouts have so many ranks, repeat the one with the most effects.
+    # Repeat the layout with the most ranks, because such layouts find the most faults. Among these
+    # layouts, repeat the layout in which the most settings have an effect.
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]

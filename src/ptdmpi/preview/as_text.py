@@ -63,8 +63,8 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
     commands = " && ".join(f"ptdmpi-data verify {shlex.quote(path)}" for path in paths)
     not_read = f"opened, but not read through; to do that: {commands}"
-    # Files of a task are read completely for the preview, so `not_read` would be wrong for them.
-    # Instead, the remarks about their content in the entry "told" are shown.
+    # If there are remarks about the data (the entry "told"), show them and not `not_read`. For
+    # example, the files of a labelled task have remarks, because they were read completely.
     rows.append(("", "; ".join(forecast["told"]) or not_read))
     return rows
 

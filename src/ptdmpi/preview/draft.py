@@ -25,7 +25,7 @@ from ptdmpi.train.checks import with_form
 MOST_TENSOR = 8  # Most nodes have 8 devices, and a tensor-parallel group should stay inside a node.
 BATCH = 64  # Number of sequences per step for a model without a published batch size.
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # the batch is made smaller if an epoch would have fewer steps
+LEAST_STEPS = 20  # if an epoch would have fewer steps, the batch is made smaller
 MOST_STEPS = 10_000
 ADAPTER_RANK = 16
 ADAPT_COMMENTS = {
@@ -130,7 +130,8 @@ def draft(wish: Wish) -> str:
     if valid is not None:
         data["valid"] = valid
     if any(header.weights_byte_offset for header in dataset.headers):
-        data["document_boundaries"] = True  # a sequence may contain several conversations
+        # conversations in the same sequence must not attend to each other
+        data["document_boundaries"] = True
     base: dict[str, Any] = {
         "run": {"name": wish.name or wish.file.stem, "steps": wish.steps or 1},
         "model": subject.section,
@@ -155,9 +156,9 @@ def draft(wish: Wish) -> str:
 
 
 def _precision(wish: Wish) -> str:
-    """Return the compute type of the run. If `wish` names a cluster, it is bf16 if the cluster's
-    device supports bf16, else fp16 if the device supports fp16, else fp32. Without a cluster, it is
-    bf16 on a GPU and fp32 on a CPU."""
+    """Return the compute type of the run. If `wish` names a cluster, the compute type is the first
+    of bf16, fp16 and fp32 that the cluster's device supports. Without a cluster, it is bf16 on a
+    GPU and fp32 on a CPU."""
     if wish.cluster is None:
         return "bf16" if wish.on_gpu else "fp32"
     known = load_cluster(wish.cluster).device.peak_flops
@@ -168,9 +169,9 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
     Usually these are the directories that `wish` names. If the data directory of `wish` contains a
-    folder `train` but no shards, the training shards are in this folder. In this case, if `wish`
-    names no directory of validation shards, the validation shards are in the folder `valid` of the
-    data directory, if this folder exists.
+    folder `train` but no shards, the training shards are in this folder. If the data directory then
+    also contains a folder `valid`, and `wish` names no directory of validation shards, the
+    validation shards are in this folder.
     """
     train = wish.data
     valid = wish.valid
@@ -186,10 +187,9 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
     the cluster; otherwise it is the first layout that fits into memory. The global batch may be
     rounded up, so that the data-parallel size divides it.
 
-    Without a cluster, layouts with less recomputation are tried first. Among layouts with equal
-    recomputation, those with fewer ranks per model are tried first, and among these, those with a
-    smaller tensor axis, and then those with larger microbatches. Raise InputError if no layout
-    fits.
+    Without a cluster, the layouts are sorted by recomputation (less first), then by ranks per model
+    (fewer first), then by the size of the tensor axis (smaller first), then by the size of the
+    microbatch (larger first). They are tried in this order. Raise InputError if no layout fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))

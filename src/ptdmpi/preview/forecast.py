@@ -137,8 +137,9 @@ def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _devices(ranks: RankCount, pricer: Pricer | None) -> int | None:
-    """Return the number of ranks of a node: those of a node of the cluster, or the ranks that were
-    started on this host. Return None if neither is known."""
+    """Return the number of ranks of a node. If a cluster is named, this is the number of devices of
+    a node in the cluster. Otherwise, it is the number of ranks that were started on this host, or
+    None if this number is unknown."""
     if pricer is not None:
         return pricer.cluster.node.devices
     return ranks.local or None
@@ -189,9 +190,9 @@ class _Room:
 
 def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None) -> _Room:
     """Return the memory that a step needs, and the memory that a rank has. If a cluster is named,
-    the memory of a rank is the memory of one of its devices. Otherwise, if the ranks are started on
-    this host, it is the rank's share of the memory of a GPU, or, without a GPU, of this host's
-    memory. In all other cases it is unknown."""
+    the memory of a rank is the memory of one of its devices. Otherwise this memory is known only if
+    the ranks are started on this host. It is then the memory of a GPU, or, without a GPU, the
+    memory of this host, divided by the number of ranks that share it."""
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None

@@ -80,7 +80,7 @@ def _stand_on_base(config: Config, course: Course) -> None:
 def _begins_anew(config: Config, own: Path, existing: int) -> str:
     """Return the text of the entry "says" for a run that begins at step 0. `own` is the folder of
     the run's checkpoints, and `existing` is the number of checkpoints in this folder. The run will
-    move them to another folder."""
+    move these checkpoints to another folder."""
     said = "begins anew"
     if existing:
         said += f"; the {counted(existing, 'checkpoint')} of {own} will be set aside"

@@ -49,8 +49,8 @@ def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
 def tables(
     bench: Bench, world: World, dtype: torch.dtype, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return one table for each collective on each kind of group. The table has the seconds for
-    each of the message sizes `sizes`, in bytes."""
+    """Return a table for each collective and each kind of group (see `groups`). The table has the
+    seconds that the collective takes for each of the message sizes `sizes` (in bytes)."""
     kinds = list(groups(world, bench.device))
     if not kinds:
         return []

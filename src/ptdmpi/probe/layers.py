@@ -80,8 +80,9 @@ GPU_CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """The measured times of a training step, in seconds. Each time is the median over ranks and
-    steps, except `rest_s`, which is the median over ranks of the smallest time over steps.
+    """The measured times of a training step, in seconds. `forward_s`, `backward_s` and
+    `optimizer_s` are medians over ranks and steps. For `rest_s`, the smallest time of each rank is
+    taken over all steps, and the result is the median of these times over the ranks.
 
     `rest_s` is the time of a step outside forward, backward, optimizer and the all-reduce over the
     data axis. `elements` is the number of parameters of the model.
@@ -166,7 +167,7 @@ class Layers:
         ]
 
         def changed(values: Sequence[float]) -> dict[str, Any]:
-            """Return the cluster `tree` with these values of `keys`."""
+            """Return the cluster `tree` with `values` as the values of `keys`."""
             new = dict(tree)
             for (section, key), value in zip(keys, values, strict=True):
                 new[section] = {**new[section], key: value}

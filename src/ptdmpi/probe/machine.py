@@ -36,8 +36,8 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-# The value of data-sheet rates that a measured cluster does not need. The value is so high that it
-# limits no predicted time.
+# A cluster file must have some rates from the data sheet that a measured cluster does not need.
+# `ptdmpi probe` writes this value for them, which is so high that it limits no predicted time.
 UNLIMITED = 1e15
 
 

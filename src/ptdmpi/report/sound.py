@@ -90,7 +90,8 @@ def _are_counts(values: Any) -> bool:
 
 
 def _are_loads(values: Any) -> bool:
-    """Return True if `values` has a list of tokens for each layer, all for equally many experts."""
+    """Return True if `values` has a list for each layer with the number of tokens of each expert,
+    and all layers have equally many experts."""
     return (
         isinstance(values, list)
         and all(map(_are_counts, values))
@@ -122,8 +123,8 @@ def _is_anything(value: Any) -> bool:
     return True
 
 
-# Key of a record -> function that returns True if the value of the key is sound. The value of every
-# other known key must be a number or None.
+# Key of a record -> function that returns True if a value of the key has the right form. All other
+# known keys must have a number or None.
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "bigram_validation_loss": is_number,
     "changed": _is_anything,
@@ -152,8 +153,8 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
 
 def has_sound_values(record: Mapping[str, Any]) -> bool:
     """Return True if the report can show the values of the record: the values of all keys that this
-    version knows must have the right types and possible sizes. Values of unknown keys are not
-    checked."""
+    version knows must have the right types, and no number may have an impossible value. Values of
+    unknown keys are not checked."""
     for key, value in record.items():
         if key in RECORD_KEYS and not _CHECKS.get(key, _is_number_or_none)(value):
             return False

@@ -232,7 +232,8 @@ class Watched:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if the displayed values of a record have the right types and possible sizes.
+    """Return True if the displayed values of a record have the right types, and no number has an
+    impossible value.
 
     The check is needed because a damaged line may still be valid JSON.
     """
@@ -247,8 +248,8 @@ def _is_sound(record: dict[str, Any]) -> bool:
 
 
 def _is_sound_step(record: dict[str, Any]) -> bool:
-    """Return True if the record of a step has all displayed values, with the right types and
-    possible sizes."""
+    """Return True if the record of a step has all displayed values with the right types, and no
+    number has an impossible value."""
     step_s = record.get("step_time_s")
     slow = record.get("slow_ranks", [])
     return (

@@ -86,7 +86,7 @@ def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
     """Return a table for each training dataset: its path, and the number of its samples that the
     run has used, also as a fraction of all used samples and in epochs."""
     last = run.steps[-1]
-    if "samples_drawn" not in last:  # an older version of ptdmpi did not record them
+    if "samples_drawn" not in last:  # written by an older version of ptdmpi
         return []
     counts = last["samples_drawn"]
     total = sum(counts)

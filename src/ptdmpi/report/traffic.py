@@ -52,7 +52,8 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """The closed formulas of a run (`step`), and the traffic of a step that they predict."""
+    """The closed formulas for the messages of a run (`step`), and the messages of one step
+    according to these formulas (`traffic`)."""
 
     step: StepTraffic
     traffic: Traffic

@@ -22,7 +22,7 @@ MEMORY = Path("/dev/shm")
 # The environment variables that may name the folder of mpirun's temporary files. The first variable
 # that is set determines the folder.
 TEMPORARY = ("TMPDIR", "TEMP", "TMP")
-TEMPORARY_BYTES = 16384  # mpirun writes some small files
+TEMPORARY_BYTES = 16384  # free bytes that mpirun's small files need
 
 
 def jobs_folder() -> Path:
@@ -70,7 +70,7 @@ def unusable_temporary_folder(environ: Mapping[str, str]) -> str:
     names = (environ[name] for name in TEMPORARY if environ.get(name))
     folder = Path(next(names, "/tmp"))
     existing = folder
-    while not existing.exists():  # mpirun creates the folder
+    while not existing.exists():  # mpirun creates missing folders
         existing = existing.parent
     try:
         with tempfile.TemporaryFile(dir=existing, buffering=0) as file:

@@ -26,10 +26,10 @@ def code_text(code: int) -> str:
 class Starts:
     """The supervisor's knowledge about earlier starts of the ranks.
 
-    `furthest` is the largest step that any start has recorded. `idle` counts the starts from the
-    last start that recorded a new step to the newest start. Both of these starts are counted. If
-    the last start ended because of an exception or a hang, `failed_at` is the last step that was
-    recorded before. Otherwise `failed_at` is None.
+    `furthest` is the largest step that any start has recorded. `idle` is the number of starts since
+    the last start that recorded a new step, including that start; if no start has recorded a step,
+    it is the number of all starts. If the last start ended because of an exception or a hang,
+    `failed_at` is the last step that was recorded before. Otherwise `failed_at` is None.
     """
 
     furthest: int = 0

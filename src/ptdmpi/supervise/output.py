@@ -27,8 +27,8 @@ TRACEBACK = re.compile(rf"\[rank \d+ on [^]]*\] Traceback|{FAILED}")
 
 
 class LauncherOutput:
-    """The output of the launcher and the ranks, in one start of the ranks. Threads print it line by
-    line.
+    """The output of the launcher and the ranks, in one start of the ranks. Threads print this
+    output line by line.
 
     `heard` is True if a rank has printed its first line. `said` is True if a rank has printed the
     reason why the job ends. `failed` is True if this reason was an exception or a hang of the

@@ -236,7 +236,8 @@ def _allocated(environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
 
 
 def _pbs(node_file: Path) -> tuple[LaunchHost, ...]:
-    """Return the nodes in a file that has one line for each rank of a node."""
+    """Return the nodes in a node file of PBS, which has one line with the name of the node for each
+    rank."""
     try:
         lines = Counter(read_file(node_file).decode(errors="replace").split())
     except OSError as error:
@@ -279,8 +280,8 @@ def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     """Return a `LaunchPlace` with the nodes of a Slurm allocation and the options that srun needs.
     Ranks do not stop at the same moment, so the job step must not end as soon as one rank exits
     with an error. Therefore the options make srun end the remaining ranks 60 s after the first rank
-    has ended. `asked` has the options that the user has given. If the option --mpi is among them,
-    it is not added.
+    has ended. `asked` has the user's options. The option --mpi is added unless the user has given
+    it, or has set SLURM_MPI_TYPE.
     """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],

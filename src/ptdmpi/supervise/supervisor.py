@@ -129,9 +129,10 @@ class Supervisor:
             ended = self._attempt(nodes)
             if self._complete(ended):
                 return 0
-            # If `_growing` is True, the ranks were asked to stop so that more ranks can be started.
-            # Even if they could not save when they stopped, the run can continue from the
-            # checkpoint that was saved before.
+            # If `_growing` is True, the supervisor has asked the ranks to stop, to start more
+            # ranks. If the ranks could not save at this stop, they exit with BAD_INPUT. This is no
+            # reason to end the run, because it can continue from the checkpoint that was saved
+            # before.
             if not self._growing or ended.code not in (STOPPED, BAD_INPUT):
                 verdict = self._judge(ended)
                 if verdict is not None:

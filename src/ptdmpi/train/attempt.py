@@ -18,10 +18,11 @@ from ptdmpi.config import Config, InputError, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import said_at_start
 from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.prepare.compiling import compile_layers, may_compile, measured
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement
-from ptdmpi.model.kernels.agreement import Choice, RunPlace
+from ptdmpi.model.kernels.agreement import Choice, DeviceChoice, RunPlace
 from ptdmpi.model.kernels.choice import BY_PYTORCH, Entries
 from ptdmpi.model.kernels.timing.here import measured_here, sizes_of
 from ptdmpi.model.parameters import data_types
@@ -72,8 +73,8 @@ class Attempt:
     which this attempt begins. `why` is the reason why the attempt ended; it is empty until then.
     `event` is the name of this end, such as "stopped", in the messages to the receivers of
     `log.notify`. `live` is True if the state came from the memory of ranks that survived a loss of
-    other ranks. Perhaps no checkpoint contains such a state. `skipped` lists the checkpoints that
-    could not be read, with the reasons. `choice` describes the kernels with which the engine
+    other ranks; such a state may be newer than all checkpoints. `skipped` lists the checkpoints
+    that could not be read, with the reasons. `choice` describes the kernels with which the engine
     computes; it is None until the method `choose` has chosen them.
     """
 
@@ -149,6 +150,35 @@ class Attempt:
                 say(line)
             self.choice = memory.settle(agreed, say)
             engine.compute_by(self.choice)
+            if may_compile(self.config, engine.device, self.world.size):
+                assert isinstance(self.choice, DeviceChoice)
+                self.choice = self._with_layers(engine, self.choice, say)
+
+    def _with_layers(
+        self, engine: Engine, choice: DeviceChoice, say: Callable[[str], None]
+    ) -> DeviceChoice:
+        """Decide whether this run uses compiled layers, compile the engine's layers if it does, and
+        return `choice` with this decision. At the first start of a run, and with `run.kernels` =
+        "anew", all ranks measure whether compiled layers are faster. The run directory and the
+        checkpoints store the result for later starts. If a resumed run has no stored result, its
+        layers are not compiled."""
+        compiled = choice.compiled
+        if compiled is None and self.first and self.config.run.kernels != "anew":
+            return choice
+        if compiled is None:
+            passes = (self.config.run.steps - self.first) * self.config.microbatches
+            with agreement.trying(choice.attention):
+                compiled, why = measured(
+                    engine.stages, engine.axes.world, engine.device, passes=passes
+                )
+            engine.buffer.gradients.zero_()
+            say(f"layers {'compiled' if compiled else 'not compiled'}: {why}")
+        if compiled:
+            compile_layers(engine.stages, engine.axes.world, engine.device)
+        choice = replace(choice, compiled=compiled)
+        self.course.kernels = agreement.stored(choice)
+        self.world.on_root(lambda: agreement.keep_layers(self.path, choice))
+        return choice
 
     def _measures_kernels(self, engine: Engine) -> bool:
         """Return True if this attempt must measure which kernels are fastest. Kernels are measured
@@ -288,7 +318,8 @@ class Attempt:
                 self.directory.tell(event, "" if why == event else why)
 
     def _warn_of_lost_lines(self) -> None:
-        # after a loss of ranks there is no warning, because the next attempt writes the lines
+        # this method is not called after a loss of ranks, because the next attempt writes the
+        # missing lines
         if self.directory is not None:
             self.directory.warn_of_lost_lines()
 

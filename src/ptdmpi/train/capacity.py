@@ -15,6 +15,7 @@ import torch
 
 from ptdmpi.base.launched import is_supervised
 from ptdmpi.config import Config, InputError
+from ptdmpi.engine.prepare.compiling import may_compile
 from ptdmpi.model.kernels import USUAL, host
 from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
 from ptdmpi.model.kernels.choice import AttentionByProducts
@@ -27,8 +28,9 @@ if TYPE_CHECKING:  # imported only for types, because importing this module star
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# An allocation may fail although the predicted memory fits. The error message then assumes that at
-# most this fraction of the needed memory is available.
+# An allocation may fail although the predicted memory fits into the available memory. For the
+# advice in the error message, the available memory is then assumed to be at most this fraction of
+# the needed memory.
 FAILED_SHARE = 0.9
 
 
@@ -61,8 +63,10 @@ class Memory:
         types = data_types(config.precision.compute)
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
-        # compiled graphs compute the product of a weight's gradient apart from the sum
-        self._adds_wide = host.adds_wide(device.type) and not config.run.compile
+        # without compilation, one kernel computes the product for a weight's gradient and adds it
+        # to the sum; a compiled graph needs memory for the separate product
+        compiles = config.run.compile is True or may_compile(config, device, world.size)
+        self._adds_wide = host.adds_wide(device.type) and not compiles
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
         # the host memory that this rank may use for state that is not on its device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)

@@ -325,9 +325,9 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
     """Raise InputError if `dataset` does not fit the settings of the run. A run that compares pairs
-    of answers needs datasets of pairs, and no other run may use such datasets. If the dataset has
-    packed rows, the run must also have the right kind of model, sequence length and document
-    boundaries, and no bigram baseline.
+    of answers needs datasets of pairs, and no other run may use such datasets. If the samples are
+    packed conversations, the run needs a causal model, a sequence length equal to the length of the
+    packed rows, and `data.document_boundaries`. Such a run cannot have a bigram baseline.
     """
     rows = dataset.row_length
     compares = config.preference.compares
@@ -386,8 +386,8 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays with an entry for each sample number in `ids`: the number of the sample's
-    dataset, which is always 0, and the sample's position in this dataset. A number of `count` or
-    greater belongs to a row that only fills its microbatch; its position is `count` - 1, the
-    position of the last sample.
+    dataset, which is always 0, and the sample's position in this dataset. A sample number of
+    `count` or greater only fills up the last microbatch; its position is `count` - 1, the position
+    of the last sample.
     """
     return np.zeros_like(ids), np.minimum(ids, count - 1)

@@ -103,9 +103,9 @@ class Hooks:
 
 
 def _copied(name: str, hook: Hook) -> Any:
-    """Return the state of a hook as JSON returns it, which is a copy: the hook may change its own
-    object while a checkpoint is written in the background. Raise InputError if the state is not
-    JSON."""
+    """Return a copy of the state of a hook, made by converting the state to JSON and back. A copy
+    is needed, because the hook may change its state while a checkpoint is written in the
+    background. Raise InputError if the state is not JSON."""
     with users_code(f"hook {name}"):
         state = hook.state()
     try:

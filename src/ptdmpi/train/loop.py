@@ -83,8 +83,8 @@ class Loop:
 
         Yield each step after its record, validation and checkpoint. Raises SystemExit on every rank
         if the run must end earlier. The code is 75 after a requested stop, before which the run has
-        saved a checkpoint. It is 1 if too many steps in a row had a loss or a gradient that was not
-        finite, and 3 or 4 if the state is corrupt.
+        saved a checkpoint. The code is 1 if too many steps in a row had a loss or a gradient that
+        was not finite, and 3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -182,8 +182,8 @@ class Loop:
         return asked
 
     def _stop_if_asked(self, asked: Asked) -> None:
-        """End the run after the last concluded step, if a stop was requested and the run is not
-        complete.
+        """If a stop was requested and the run is not complete, end the run after the last concluded
+        step (a step that is recorded, validated and saved).
         """
         if self._goes_on(self.concluded) and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, self.concluded)

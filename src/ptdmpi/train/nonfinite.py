@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.prepare.compiling import is_compiled
 from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import OpHook
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
@@ -117,8 +118,8 @@ class Skips:
         samples that may have caused it."""
         if finding is None:
             where = "not finite once, finite when computed again: a fault of the hardware is likely"
-            # the fused operations of compiled layers round differently
-            if self.engine.config.run.compile:
+            # the second computation uses uncompiled layers, which round differently
+            if is_compiled(self.engine.stages):
                 where = "not finite as compiled, finite when computed again by uncompiled layers"
         else:
             where = f"{finding.what} on {self.names(finding.rank)} is not finite"
@@ -175,8 +176,9 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # If this rank's own shard is finite (`own` is True), the cause is in another rank's
-                # shard, so this finding must come later in the order.
+                # If `own` is True, this rank's own shard is finite, and the value comes from the
+                # shard of another rank. The finding of that rank must come first in the order, so
+                # this finding gets a greater `depth`.
                 depth = (number, place, int(own))
                 yield Finding(
                     kind=ValueKind.WEIGHT,
@@ -233,7 +235,8 @@ class _Watcher(OpHook):
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             """Test an output of the forward pass."""
             op = self._op
-            # Outside a forward op, the output is only recomputed for the backward pass.
+            # Outside a forward op, the output is recomputed for the backward pass. It was already
+            # tested in the forward op.
             if op is None or op.row.keeps != ACTIVATIONS:
                 return
             self._calls += 1

@@ -103,9 +103,10 @@ class Survivors:
         is set, the run has ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
-        # All training ranks have raised this error, but spare ranks have not. So raise InputError
-        # instead: it means an error of one rank, so `fail_together` ends all ranks, including the
-        # spare ranks.
+        # All training ranks have raised this SharedInputError, but spare ranks have not.
+        # `fail_together` ends only the ranks that raise a SharedInputError. After an InputError,
+        # which stands for an error of one rank, `fail_together` ends all ranks, including the spare
+        # ranks.
         except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:

@@ -47,7 +47,7 @@ class Stopping:
             return
         if asked.mistake:
             self.lookout.stops()
-            self.attempt.why = ""  # the error is the reason
+            self.attempt.why = ""  # the text of the error below becomes the reason
             raise SharedInputError(f"{asked.mistake}; the state after step {step} is saved")
         self.lookout.obeyed("STOP")
         self.lookout.stops()

@@ -327,7 +327,7 @@ class Judge:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
             # This process itself was suspended, perhaps together with all other ranks, so all
-            # reports in the table are old.
+            # reports in the table are old. Wait until the ranks have had time to send new reports.
             self._awake_s = now_s + LEAST_SILENCE_S
             self._called_silent.clear()
         self._looked_s = now_s

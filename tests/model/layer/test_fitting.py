@@ -64,7 +64,7 @@ def described(make: Any) -> ModelConfig:
         (UP, {"linear": {"inputs": True}}, "inputs = True; legal: an integer from 1"),
         (UP, {"linear": {"init_std": float("nan")}}, "init_std = nan; legal: a finite number"),
         (UP, {"linear": {"init_std": -0.1}}, "init_std = -0.1; legal: a finite number"),
-        (UP, {"linear": {"split": "diagonal"}}, 'split = \'diagonal\'; legal: "columns", "rows"'),
+        (UP, {"linear": {"split": "diagonal"}}, r"split = 'diagonal'; legal: None, or 'columns'"),
         (CORE, {"weight": Scale(0)}, "a Scale gained.core with size = 0; legal: an integer"),
         (CORE, {"weight": 3}, "has a part gained.core of the type int; legal: Linear, "),
         (CORE, {"inputs": ("z",)}, "gained.core reads 'z', which nothing before it writes; legal"),

@@ -46,7 +46,7 @@ def _excluded(sections: Sections) -> Iterator[_Excluded]:
             "reproducible = false",
         )
         yield _Excluded(
-            run.compile,
+            run.compile is True,
             "run.compile = true",
             "compiles only layers that send no messages",
             "compile = false",

@@ -211,7 +211,7 @@ def _sending(sections: Sections) -> Iterator[tuple[str, str]]:
 
 
 def _compiles(run: RunConfig) -> Iterator[tuple[str, str]]:
-    if run.compile:
+    if run.compile is True:
         yield "run.compile = true", "run.compile = false"
 
 

@@ -48,7 +48,7 @@ def _adapters(adapt: AdaptConfig) -> Iterator[tuple[str, str]]:
 
 def _compiled(run: RunConfig) -> Iterator[tuple[str, str]]:
     # the rounding to 8-bit floating point was not tested with compilation
-    if run.compile:
+    if run.compile is True:
         yield "run.compile = true", "compile = false"
 
 

@@ -110,7 +110,7 @@ def compile_rules(sections: Sections) -> Iterator[str]:
     compiled as one graph for the forward and one graph for the backward. A compiled layer must
     therefore not send messages, and must run the same operations in every step.
     """
-    if sections.run is None or not sections.run.compile:
+    if sections.run is None or sections.run.compile is not True:
         return
     refusals = [
         *where_known(_not_compiled_parallel, sections.parallel),

@@ -1,5 +1,5 @@
-"""The selection of the adapters for a matrix product that computes only some outputs of a linear
-layer. Only the adapters of these outputs are applied."""
+"""The adapters for a matrix product that computes only some outputs of a linear layer. Such a
+product applies only the adapters of these outputs."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -12,18 +12,17 @@ Adapter = TypeVar("Adapter", LowRankAdapter, ScaleAdapter)
 
 
 def of_columns(adapters: Sequence[Adapter], columns: slice) -> list[Adapter]:
-    """Return the adapters that change the outputs `columns` of a linear layer. The returned
-    adapters are applied to the result of a product that computes only these outputs. The returned
-    adapters are copies with the same parameters. The product computes the outputs of the layer from
-    `columns.start` on, so the copies count outputs from there: output `columns.start` has the
-    number 0."""
+    """Return the adapters that change the outputs `columns` of a linear layer, for a matrix product
+    that computes only these outputs. The returned adapters are copies with the same parameters. The
+    first column of the product's result is output `columns.start` of the layer, so the copies count
+    columns from this output."""
     here = [each for each in adapters if columns.start <= each.columns.start < columns.stop]
     return [_moved(each, columns.start) for each in here]
 
 
 def _moved(adapter: Adapter, first: int) -> Adapter:
-    """Return a copy of `adapter` with the same parameters. In the copy, column `first` of the
-    linear layer has the number 0."""
+    """Return a copy of `adapter` with the same parameters. The copy counts the columns of the
+    linear layer from `first`: it subtracts `first` from the numbers of its columns."""
     moved = copy(adapter)
     moved.columns = slice(adapter.columns.start - first, adapter.columns.stop - first)
     return moved

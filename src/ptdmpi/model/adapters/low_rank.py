@@ -23,14 +23,14 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """A pair of adapter matrices A and B for the outputs `columns` of a linear on this tensor rank.
-    The adapter's product with the input is added to these outputs. The forward and the backward of
-    the linear call the adapter's methods; the adapter itself has no forward method."""
+    """The matrices A and B of a LoRA adapter, on one tensor rank. The adapter changes the outputs
+    `columns` of a linear. The forward and the backward of the linear call the adapter's methods;
+    the adapter itself has no forward method."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
-        """Declare the adapter's matrices A and B, which `part` describes. `tensor` is (this rank's
-        number on the tensor axis, size of the tensor axis). `columns` are the adapted outputs on
-        this rank."""
+        """Declare the matrices A and B. `part` is the planner's description of the adapter.
+        `tensor` is (this rank's number on the tensor axis, size of the tensor axis). `columns` are
+        the adapted outputs on this rank."""
         super().__init__()
         rank, size = tensor
         self.part = part
@@ -53,9 +53,9 @@ class LowRankAdapter(Computing):
         self.b = declare(size, shape_of_b, "zeros", split=outputs, partial_gradient=rows)
 
     def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
-        """Return `x`, the input or the gradient of the input, after dropout. If `stream` is None,
-        return `x` unchanged. The backward computes the dropout mask again, so the mask is not
-        stored."""
+        """Return `x` after dropout. In the forward, `x` is the linear's input; in the backward, it
+        is the gradient of the input. If `stream` is None, return `x` unchanged. The backward
+        computes the dropout mask again, so the mask is not stored."""
         if stream is None or self.part.dropout == 0.0:
             return x
         at = stream.at(self.part.number, first_channel=self.first_channel)
@@ -89,13 +89,13 @@ class LowRankAdapter(Computing):
         *,
         alone: bool = False,
     ) -> None:
-        """Add this microbatch's gradients of A and B to the gradient buffers. If the backward is
-        split into the ops I and W, the gradients are added in W. `operands` are two functions that
-        return the linear's input x and the gradient dy of its output; these functions are called
-        when the gradients are computed. The argument `down` is drop(x) A^T, as computed by
-        `add_to`. The argument `up` is the gradient of drop(x) A^T, as computed by the method `up`.
-        If `alone` is True, each gradient is rounded separately before it is added (see
-        `Parameter.accumulate`)."""
+        """Add this microbatch's gradients of A and B to the gradient buffers. In a split backward,
+        the gradients are computed and added in the second part (op W). `operands` are two
+        functions, which are called at that time: the first returns the linear's input x, and the
+        second returns the gradient dy of the linear's output. The argument `down` is drop(x) A^T,
+        as computed by `add_to`. The argument `up` is the gradient of drop(x) A^T, as computed by
+        the method `up`. If `alone` is True, each gradient is rounded to the type of the gradient
+        buffer before it is added (see `Parameter.accumulate`)."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

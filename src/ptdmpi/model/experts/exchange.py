@@ -41,9 +41,9 @@ class Dispatch(Protocol):
     This rank has T tokens, and each token has k experts. The experts of this rank compute R rows,
     each with j weights: one weight for each expert that computes the row. If rows are sent to the
     ranks of their experts, a row is sent once for each expert, so j = 1; otherwise j = k. `held`
-    has segments of rows; all rows of a `Segment` are for the same expert. In `held`, this rank's
-    first expert has the number 0. `counts` has the numbers of rows that ranks send to each other,
-    or is None if nothing is sent."""
+    has segments of rows; all rows of a `Segment` are for the same expert. The numbers of experts in
+    `held` count only the experts of this rank, from 0. `counts` has the numbers of rows that ranks
+    send to each other, or is None if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
@@ -108,9 +108,9 @@ class SentDispatch:
     ) -> None:
         """Compute which rows this rank sends to each rank. `chosen` [T, k] has the numbers of the k
         experts of each of this rank's T tokens. `counts` has the numbers of rows that this rank
-        sends and receives. The attribute `held` has segments of the received rows (see `Dispatch`):
-        if `by_source` is True, one segment for each pair of a source rank and an expert; otherwise,
-        one segment for each expert."""
+        sends and receives. The attribute `held` has segments of the received rows (see `Dispatch`).
+        By default, each expert has one segment. If `by_source` is True, each pair of a source rank
+        and an expert has one segment."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]

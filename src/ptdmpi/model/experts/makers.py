@@ -24,8 +24,8 @@ def experts(owner: nn.Module, row: Operator, build: Any) -> Callable[..., Tensor
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the output of the experts for each token. `rest` has the shared experts' outputs
-        and, as its last item, the context."""
+        """Return the output of the experts for each token. `rest` has the outputs of the shared
+        experts, if there are any, and then the `Context` of the forward pass."""
         *shared, context = rest
         return sum(shared, mixture(x, router, context.chosen, context.factors))
 

@@ -20,7 +20,7 @@ ascending order of ranks.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,11 +35,14 @@ from ptdmpi.model.experts.exchange import Dispatch, ExpertAxis, RowCounts
 from ptdmpi.model.experts.routing import Chosen, Routing, Segment, SequenceLoads
 from ptdmpi.model.experts.tokens import TensorTokens
 from ptdmpi.model.kernels import Computing, Kernels
-from ptdmpi.model.kernels.activation import gated, gelu
+from ptdmpi.model.kernels.activation import ActivationFunction
 from ptdmpi.model.parameters import Parameter, declare
 from ptdmpi.model.tensor_parallel import LinearPass, TensorAxis
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layout.grid import EXPERT_AXES, SAME_EXPERTS
+
+# The number of outputs of an expert's first linear whose activation a CPU computes at once.
+AT_ONCE = 1 << 16
 
 
 class Router(nn.Module):
@@ -119,7 +122,7 @@ class MixturePass:
     tokens: TensorTokens
     context: Communicator
     kernels: Kernels
-    activate: Callable[[Tensor], Tensor]
+    function: ActivationFunction
     factors: Mapping[str, float]
 
     @property
@@ -174,7 +177,9 @@ class MixturePass:
             x = rows[at]
             y = self.kernels.linear(x, up.weight)
             of_up = up.add_adapters(y, x)
-            inner = (self.activate(y) * weights[pairs]).to(y.dtype)
+            inner, here = y.new_empty(len(y), down.weight.shape[1]), weights[pairs]
+            for part in _few_rows(y):
+                torch.mul(self.function.of(y[part], self.kernels), here[part], out=inner[part])
             result = self.kernels.linear(inner, down.weight)
             of_down = down.add_adapters(result, inner)
             # an expert gets each row at most once, so each `index_add_` adds at most one value to a
@@ -216,18 +221,19 @@ class MixturePass:
         for (expert, at, pairs), (y, of_up, of_down) in zip(held, kept, strict=True):
             up, down = map(self.linear, self.experts[expert])
             dy_rows = dy[at]
-            with torch.enable_grad():
-                leaf = y.detach().requires_grad_()
-                inner = self.activate(leaf)
             ups = [adapter.up(dy_rows) for adapter in down.adapters]
             by_inner = down.input_gradient(dy_rows, ups)
-            activated = inner.detach()
-            by_weight[pairs] = (widened(by_inner) * activated).sum(-1, keepdim=True)
+            by_up, inner, here = torch.empty_like(y), torch.empty_like(by_inner), flat[pairs]
+            by_here = torch.empty_like(here)
+            for part in _few_rows(y):
+                again, by_part = self.function.again(y[part], self.kernels), by_inner[part]
+                products = widened(by_part) * again.result
+                torch.sum(products, -1, keepdim=True, out=by_here[part])
+                torch.mul(again.result, here[part], out=inner[part])
+                again.write_gradient(by_up[part], by_part.mul_(here[part]))
+            by_weight[pairs] = by_here
             if self.experts[expert].down.keeps_input:
-                weighted = (activated * flat[pairs]).to(y.dtype)
-                down.accumulate(_given(weighted), _given(dy_rows), of_down, ups, alone=alone)
-            by_inner = (by_inner * flat[pairs]).to(y.dtype)
-            (by_up,) = torch.autograd.grad(inner, leaf, by_inner)
+                down.accumulate(_given(inner), _given(dy_rows), of_down, ups, alone=alone)
             ups = [adapter.up(by_up) for adapter in up.adapters]
             if rows is not None:
                 up.accumulate(_given(rows[at]), _given(by_up), of_up, ups, alone=alone)
@@ -268,6 +274,15 @@ class MixturePass:
             wide = widened(rows)
             weight.accumulate(lambda sum_: self.kernels.add_weight_gradient(sum_, by_logits, wide))
         return self.kernels.input_gradient(by_logits, widened(weight)).to(weight.dtype)
+
+
+def _few_rows(y: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of y [n, width]. On a CPU a slice has about AT_ONCE elements, which
+    stay in the caches of a core while several operations compute them one after the other. On other
+    devices one slice has all rows."""
+    step = max(1, AT_ONCE // y.shape[1]) if y.device.type == "cpu" else len(y)
+    for first in range(0, len(y), step):
+        yield slice(first, first + step)
 
 
 def _given(tensor: Tensor) -> Callable[[], Tensor]:
@@ -390,8 +405,7 @@ class Mixture(Computing):
         self.dealt = dealt
         self.routing = routing
         self.tokens = TensorTokens(axis, dealt.whole)
-        self.function = row.function
-        self.is_gated = len(row.up.outputs) == 2
+        self.function = ActivationFunction(row.function, len(row.up.outputs) == 2)
         self.linears: list[ExpertLinears] = []
         # the number of tokens of each expert in the training microbatches of this step so far
         self.counts = torch.zeros(row.count, dtype=torch.int64)
@@ -425,7 +439,7 @@ class Mixture(Computing):
             tokens=self.tokens,
             context=self.context,
             kernels=self.kernels,
-            activate=self._activate,
+            function=self.function,
             factors=factors or {},
         )
         chosen = chosen or Chosen()
@@ -444,11 +458,6 @@ class Mixture(Computing):
         of a step."""
         self.counts = torch.zeros_like(self.counts)
         self.losses = {}
-
-    def _activate(self, x: Tensor) -> Tensor:
-        if self.is_gated:
-            return gated(x, self.function, self.kernels)
-        return gelu(x, self.function, self.kernels)
 
 
 def widened(x: Tensor) -> Tensor:

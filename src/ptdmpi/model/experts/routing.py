@@ -126,9 +126,9 @@ class SequenceLoads(NamedTuple):
         return cls(counts.view(sequences, experts).double(), tokens // sequences, each)
 
     def summed(self, comm: Communicator) -> Self:
-        """Return the loads over the tokens of all ranks of `comm`, which have equally many other
-        tokens of the same sequences. The counts are integers, so their sum is exact. `counts` of
-        this object is overwritten."""
+        """Return the loads over the tokens of all ranks of `comm`. Each of these ranks has other
+        tokens of the same sequences, and all ranks have equally many tokens. The counts are
+        integers, so their sum is exact. The sum overwrites `counts` of this object."""
         comm.all_reduce(self.counts)
         return self._replace(positions=self.positions * comm.size)
 

@@ -5,14 +5,14 @@ A `Kernels` object has the kernel implementations that a run has chosen, and com
 products with them. Each module of a stage that computes with kernels (`Computing`) has a reference
 to such an object; `compute_by` replaces it.
 
-A CPU without bfloat16 or float16 instructions would compute products of these types with scalar
-code (measured on an AVX2 machine: 0.3 to 8 GFLOP/s, compared with 40 GFLOP/s for float32). On such
-a CPU, the operands are converted to float32 first, and the result is rounded once. The results are
-the same as on hardware with float32 accumulators.
+A CPU without bfloat16 or float16 instructions would compute products of these types with slow
+scalar code: on an AVX2 machine, 0.3 to 8 GFLOP/s were measured, compared with 40 GFLOP/s for
+float32. On such a CPU, ptdmpi converts the operands to float32 first, and rounds the result once.
+The results are the same as on hardware with float32 accumulators.
 
-On a CPU, PyTorch computes some operations as a sequence of simpler operations, each of which saves
-tensors for its own backward pass. ptdmpi computes each such operation by one autograd Function,
-which saves fewer tensors, for example only its input.
+On a CPU, PyTorch computes some operations as a sequence of simpler operations. Each simple
+operation saves tensors for its own backward pass. ptdmpi computes each such operation by one
+autograd Function, which saves fewer tensors, for example only its input.
 """
 
 import math
@@ -81,9 +81,9 @@ class Kernels:
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
         """Return True if products of this type are computed in float32 on this device.
 
-        Return True in three cases: the precision requires float32; this device cannot multiply the
-        type; or the run began on a device that could not multiply the type. In the third case, the
-        run continues in float32, so that the bits of its results do not change.
+        Return True if the precision requires float32, or if this device cannot multiply the type.
+        Also return True if the run began on a device that could not multiply the type: the run then
+        continues in float32, so that the bits of its results do not change.
         """
         if dtype == self._narrow:
             return True
@@ -91,12 +91,18 @@ class Kernels:
             return False
         return not host.multiplies("cpu", dtype) or self.chosen("cpu", dtype).half == "widened"
 
+    def _widens(self, x: Tensor) -> bool:
+        """Return True if products of `x` are computed in float32 (`widens`). Each product calls
+        this method a few times, so it first tests what is quick to test."""
+        dtype = x.dtype
+        if dtype != self._narrow and not (x.is_cpu and dtype in HALF_TYPES):
+            return False
+        return self.widens(x.device.type, dtype)
+
     def widened(self, x: Tensor) -> Tensor:
         """Return the operand `x` of a product, converted to the type in which the device multiplies
         such operands."""
-        if self.widens(x.device.type, x.dtype):
-            return x.float()
-        return x
+        return x.float() if self._widens(x) else x
 
     def entering(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return two values for the input x [..., inputs] of a linear. The first value is the input
@@ -118,7 +124,7 @@ class Kernels:
         gains = bias is not None or x.dtype == torch.float32
         if gains and self._fuses(x, weight, "output"):
             return linear_by_onednn(x, weight, bias)
-        if not self.widens(x.device.type, x.dtype):
+        if not self._widens(x):
             return F.linear(x, weight, bias)
         if bias is not None:
             bias = bias.float()
@@ -129,13 +135,15 @@ class Kernels:
         weight = operand(weight)
         if self._fuses(dy, weight, "input_gradient"):
             return linear_by_onednn(dy, weight.t(), None)
-        return (self.widened(dy) @ self.widened(weight)).to(dy.dtype)
+        if not self._widens(dy):
+            return dy @ weight
+        return (dy.float() @ weight.float()).to(dy.dtype)
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
         """Return True if oneDNN's fused call is used for the product of x [..., inputs] and a
         matrix. `which` is the name of a field of `OneDnnLinears`; this field is the least size at
         which the fused call is used."""
-        if x.device.type != "cpu" or x.dtype not in FUSED_TYPES:
+        if not x.is_cpu or x.dtype not in FUSED_TYPES:
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
         if least == math.inf or not x.numel():
@@ -146,9 +154,9 @@ class Kernels:
         return not (self.widens("cpu", x.dtype) or torch.compiler.is_compiling())
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add the gradient of a weight, dy^T x summed over the positions, to `total` [outputs,
-        inputs], which is in float32 or wider. dy [..., outputs] is the gradient of the output, and
-        x [..., inputs] is the input."""
+        """Add the gradient of a weight to `total` [outputs, inputs], which is in float32 or wider.
+        The gradient is dy^T x, summed over the positions. dy [..., outputs] is the gradient of the
+        output, and x [..., inputs] is the input."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
         # if `total` has the type of the operands, one kernel computes the product and adds it to

@@ -1,18 +1,19 @@
 """GELU and gated units: the part of an MLP between its two linears.
 
 GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes a
-tanh in the forward and again in the backward. The two tanh together take as long as the
-exponentials of four sigmoids. The second implementation is used on hosts on which measurements
-found it faster (`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and
-z = 2 sqrt(2 / pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z)
-dz/dx and saves it instead of the input, so that the backward is one multiplication. The second
+tanh in the forward and again in the backward. A tanh takes as long as the exponentials of two
+sigmoids. The second implementation is used on hosts on which measurements found it faster
+(`choice.HostChoice`). It computes gelu(x) = x S(z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3),
+where S is the logistic function. The forward also computes the derivative S(z) + x S(z) S(-z) dz/dx
+and saves it instead of the input, so that the backward is one multiplication. The second
 implementation computes in float32 or wider, for a few rows at a time, so that all intermediate
 values fit into the caches of the processor. Each result is rounded once.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +30,9 @@ from ptdmpi.plan.layer.elementwise import Activate
 # for a chunk, which take 2 MiB in all.
 CHUNK_ELEMENTS = 1 << 17
 # PyTorch's implementation is used for tensors with fewer elements than this number. For such
-# tensors, the second implementation saves no time, because it starts ten kernels instead of one.
-# From this number of elements on, the memory for a chunk is not larger than the gradient, which the
-# backward allocates in any case.
+# tensors, the second implementation saves no time, because it starts ten kernels instead of one. A
+# tensor with at least this number of elements has a gradient that takes at least as much memory as
+# the four tensors of a chunk.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # GELU's derivative is at most 1.13, and a 16-bit type is half as precise between 1 and 2 as just
 # below 1. In 16-bit types, the derivative is therefore multiplied by this factor, which makes it
@@ -120,9 +121,9 @@ def _rounded(
 
 
 def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Divide the rows of x [..., f] into chunks, and yield three values for each chunk: the chunk,
-    four temporary tensors of the chunk's shape in float32 or wider, and the same rows of each
-    tensor in `results`."""
+    """Divide the rows of x [..., f] into chunks. For each chunk, yield the chunk, four temporary
+    tensors of the chunk's shape in float32 or wider, and a list with the same rows of each tensor
+    in `results`."""
     rows = x.flatten(0, -2)
     lines = [result.view(-1, result.shape[-1]) for result in results]
     step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
@@ -137,8 +138,8 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return three tensors: x in the type of the computation, z, and S(z) (see the module
-    docstring). They use three of the four tensors in `room`; the third tensor of `room` is free for
-    other values."""
+    docstring). The computed values are stored in `room`. Afterwards the caller may use the third
+    tensor of `room` for other values."""
     z, sigmoid, square, wide = room
     if x.dtype == z.dtype:
         wide = x
@@ -216,12 +217,7 @@ class _Gated(Function):
         # write both halves directly into the result, because torch.cat would need one more copy
         dgate, dvalue = dx.chunk(2, dim=-1)
         torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
-        if ctx.activation == "swiglu":
-            torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=dgate)
-        else:
-            torch.ops.aten.gelu_backward.grad_input(
-                dy * value, gate, approximate="tanh", grad_input=dgate
-            )
+        _write_gate_gradient(dgate, dy * value, gate, ctx.activation)
         return dx, None
 
 
@@ -274,6 +270,15 @@ class _FusedGated(Function):
         return fused.backward(x, dy.contiguous(), ctx.activation), None
 
 
+def _write_gate_gradient(dgate: Tensor, dy: Tensor, gate: Tensor, activation: str) -> None:
+    """Write the gradient of the gate into `dgate`, given the gradient `dy` of its activation. All
+    three tensors have the same shape."""
+    if activation == "swiglu":
+        torch.ops.aten.silu_backward.grad_input(dy, gate, grad_input=dgate)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(dy, gate, approximate="tanh", grad_input=dgate)
+
+
 def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:
     if activation == "swiglu":
         return torch.ops.aten.silu_backward(dy, gate)
@@ -286,17 +291,55 @@ def _opened(gate: Tensor, activation: str) -> Tensor:
     return F.gelu(gate, approximate="tanh")
 
 
+class Again(NamedTuple):
+    """An activation that a backward computes again. `result` [..., w] is the activation.
+    `write_gradient(dx, dy)` writes the gradient of the input into `dx`, given the gradient `dy` of
+    the result."""
+
+    result: Tensor
+    write_gradient: Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True)
+class ActivationFunction:
+    """The activation `name` of an MLP, such as GELU, [..., w] -> [..., w], or, if `is_gated` is
+    True, a gated unit, [..., 2 w] -> [..., w] (Shazeer 2020, arXiv 2002.05202)."""
+
+    name: str
+    is_gated: bool
+
+    def of(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """Return the activations of x, [..., w]."""
+        if self.is_gated:
+            return gated(x, self.name, kernels)
+        return gelu(x, self.name, kernels)
+
+    def again(self, x: Tensor, kernels: Kernels) -> Again:
+        """Return the activations of x, and the function that computes the gradient of x. Both use
+        the same activation of the gate, which `_Gated` would compute twice."""
+        if self.is_gated and not kernels.by_triton("gated"):
+            gate, value = x.chunk(2, dim=-1)
+            opened = _opened(gate, self.name)
+
+            def write_gradient(dx: Tensor, dy: Tensor) -> None:
+                dgate, dvalue = dx.chunk(2, dim=-1)
+                torch.mul(dy, opened, out=dvalue)
+                _write_gate_gradient(dgate, dy * value, gate, self.name)
+
+            return Again(opened * value, write_gradient)
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = self.of(leaf, kernels)
+        return Again(y.detach(), lambda dx, dy: dx.copy_(torch.autograd.grad(y, leaf, dy)[0]))
+
+
 class Activation(Computing):
-    """An activation function such as GELU, [..., w] -> [..., w], or a gated unit, [..., 2 w] ->
-    [..., w] (Shazeer 2020, arXiv 2002.05202)."""
+    """The activation of an MLP (see `ActivationFunction`)."""
 
     def __init__(self, row: Activate) -> None:
         super().__init__()
-        self.function = row.function
-        self.gated = row.gates == 2
+        self.function = ActivationFunction(row.function, row.gates == 2)
 
     def forward(self, x: Tensor, context: object = None) -> Tensor:
-        """Return the activations, [..., w] (see the class)."""
-        if self.gated:
-            return gated(x, self.function, self.kernels)
-        return gelu(x, self.function, self.kernels)
+        """Return the activations, [..., w] (see `ActivationFunction`)."""
+        return self.function.of(x, self.kernels)

@@ -34,6 +34,8 @@ FILE = "kernels.json"  # The file in the run directory that stores the agreed ke
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # the attention backends for inputs, such as float32, that no backend in `BACKENDS` supports
 REST = ("EFFICIENT_ATTENTION", "MATH")
+# the kind of record that says whether the layers are compiled, and its two texts
+LAYERS, COMPILED, UNCOMPILED = "layers", "compiled", "uncompiled"
 # the kernels that every host can compute
 ANYWHERE = replace(BY_LIBRARY, half="widened")
 
@@ -41,19 +43,21 @@ ANYWHERE = replace(BY_LIBRARY, half="widened")
 @dataclass(frozen=True)
 class DeviceChoice:
     """The attention backends that a device tries, in this order, and the kinds of kernels that it
-    computes in Triton. If `attention` is empty, torch chooses the backend."""
+    computes in Triton. If `attention` is empty, torch chooses the backend. `compiled` says whether
+    a measurement has chosen compiled layers; it is None if nothing was measured."""
 
     attention: tuple[str, ...] = ()
     triton: tuple[str, ...] = ()
+    compiled: bool | None = None
 
 
 Choice = HostChoice | DeviceChoice
 
 
 class Abilities(NamedTuple):
-    """The abilities of one rank's host: whether it has oneDNN's fused call for linears of the run's
-    type (`fuses`), and whether it multiplies numbers of the run's type without converting them to a
-    wider type (`multiplies`)."""
+    """The abilities of one rank's host. `fuses` is True if the host has oneDNN's fused call for
+    linears of the run's data type. `multiplies` is True if the host multiplies numbers of this type
+    without converting them to a wider type."""
 
     fuses: bool
     multiplies: bool
@@ -61,7 +65,7 @@ class Abilities(NamedTuple):
 
 class Settled(NamedTuple):
     """The choice of kernels for all hosts, and the lines that report the choice. `keeps_slower` is
-    True if the run keeps a slower kernel because it has used this kernel before."""
+    True if the run keeps a kernel that it has used before, although another kernel is faster."""
 
     choice: HostChoice
     lines: list[str]
@@ -80,18 +84,27 @@ def stored(choice: Choice) -> dict[str, list[str]]:
     """Return the dict that is stored in run directories and checkpoints for a choice of kernels:
     kind of kernel -> texts (see the file `stored.py`)."""
     if isinstance(choice, DeviceChoice):
-        return _on_device(choice.attention, choice.triton)
+        return _on_device(choice)
     return written(choice)
 
 
-def _on_device(attention: Sequence[str], triton: Sequence[str]) -> dict[str, list[str]]:
-    """Return the record of a device's kernels, which is stored for the run: the attention backends
-    `attention`, and the kinds of kernels `triton` that are computed in Triton. If `triton` is
-    empty, the record is the same as in older versions, which had no kernels in Triton."""
-    kept = {"attention": list(attention)}
-    if triton:
-        kept["triton"] = list(triton)
+def _on_device(choice: DeviceChoice) -> dict[str, list[str]]:
+    """Return the record of a device's kernels, which is stored for the run. Without kernels in
+    Triton and without a measurement of compiled layers, the record is the same as in older
+    versions."""
+    kept = {"attention": list(choice.attention)}
+    if choice.triton:
+        kept["triton"] = list(choice.triton)
+    if choice.compiled is not None:
+        kept[LAYERS] = [COMPILED if choice.compiled else UNCOMPILED]
     return kept
+
+
+def keep_layers(folder: Path, choice: DeviceChoice) -> None:
+    """Add to the record of the run directory `folder` whether the layers are compiled. Only rank 0
+    calls this function."""
+    kept = {**(_kept(folder) or {}), LAYERS: _on_device(choice)[LAYERS]}
+    write_whole(folder / FILE, json.dumps(kept))
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
@@ -143,8 +156,9 @@ def _has_fa3() -> bool:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The device of a run, the data type in which the run computes, and the kernel measurements
-    from this machine (`own`), which take precedence over the table."""
+    """The device of a run, the data type in which the run computes, and the measurements `own` of
+    kernels on this machine. If `own` has measurements of a kind of kernel, they are used instead of
+    those in presets/kernels.toml."""
 
     device: torch.device
     dtype: torch.dtype
@@ -257,8 +271,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return kept[kind]
     # A run may have begun with an older version of ptdmpi, in which the kernel of this kind could
     # not be chosen. Such a run keeps PyTorch's kernel, so that its results stay bitwise equal. The
-    # older version multiplied 16-bit types ("half") in their own type or in float32, whichever is
-    # faster on the processor; `fresh` says which is faster.
+    # kind "half" is an exception: the older version multiplied numbers of 16-bit types either in
+    # their own type or in float32, whichever was faster on the processor. `fresh` names the faster
+    # one.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)
@@ -278,13 +293,16 @@ def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
     """Return the attention backends and the kinds of kernels in Triton that all ranks use in a run
-    on devices. Only kernels that every rank has are used. `known` has the kernels that the run has
-    used before."""
+    on devices, and whether the run has compiled layers. Only kernels that every rank has are used.
+    `known` has the kernels that the run has used before."""
     kept, taken = _attention_on_devices(world, device, known, say)
     recorded = any(name in BACKENDS for name in known.get("attention", ()))
     before = known.get("triton", () if recorded else None)
     kept_kinds, kinds = _triton_on_devices(world, device, before, say)
-    return Agreed(_on_device(kept, kept_kinds), DeviceChoice(taken, kinds))
+    layers = known.get(LAYERS, ())
+    compiled = COMPILED in layers if layers else None
+    kept_choice = DeviceChoice(tuple(kept), kept_kinds, compiled)
+    return Agreed(_on_device(kept_choice), DeviceChoice(taken, kinds, compiled))
 
 
 def _triton_on_devices(
@@ -294,10 +312,9 @@ def _triton_on_devices(
     say: Callable[[str], None],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return two values: the kinds of kernels to store for the run as computed in Triton, and the
-    kinds that all ranks compute in Triton now. If kinds are stored, but a rank lacks Triton, no
-    rank computes in Triton. `before` has the kinds that the run stored earlier; it is empty if the
-    run stored none. For a new run, `before` is None; the run then uses the kinds in the table of
-    measurements."""
+    kinds that all ranks compute in Triton now. `before` has the kinds that the run stored earlier;
+    it is empty if the run stored no kinds, and None for a new run. A new run uses the kinds that
+    are faster in Triton on every rank. If a rank lacks Triton, no rank computes in Triton."""
     here = world.control.allgather((offered_in_triton(device), _has_triton(device)))
     shared = tuple(kind for kind in here[0][0] if all(kind in kinds for kinds, _ in here))
     kept = shared
@@ -383,8 +400,8 @@ def trying(backends: tuple[str, ...]) -> Iterator[None]:
 
 def _first_attention() -> None:
     """Compute attention once on a GPU, if there is one. At the first attention of a process on a
-    GPU, PyTorch sets its own order of backends. This function makes sure that this happens before
-    the caller sets another order."""
+    GPU, PyTorch sets its own order of backends, which would overwrite an order that the caller has
+    set. So the caller calls this function first, and then sets its order."""
     if torch.cuda.is_available():
         some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(some, some, some)

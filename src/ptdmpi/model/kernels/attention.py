@@ -83,9 +83,10 @@ class AttentionCore:
     """The function softmax(scores) v of one layer. For each input, the first of `implementations`
     that supports the input computes attention.
 
-    `grouped` is True if the model has fewer key heads than query heads. A rank with only some of
-    the heads may have a key head for each query head, but computes with the same calls as one rank
-    with all heads, so that the bits are the same.
+    `grouped` is True if the model has fewer key heads than query heads. `grouped` has the same
+    value on a rank that has only some of the heads. Such a rank may have a key head for each query
+    head. It still calls the kernel in the same way as a single rank with all heads, so that the
+    results are bitwise equal.
     """
 
     def __init__(self, scores: Scores, kernels: Kernels = USUAL, *, grouped: bool = False) -> None:
@@ -137,8 +138,8 @@ class AttentionCore:
         scores = self.scores
         shape = (*q.shape[:3], v.shape[3])
         if not scores.softcap:
-            # join the query heads that share a key head to one head, because with a mask, fused GPU
-            # kernels need the same number of key heads and query heads
+            # With a mask, fused GPU kernels need as many key heads as query heads. So all queries
+            # that share a key head are treated as the queries of one head.
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
                 kernels.widened(k),
@@ -198,8 +199,8 @@ class PackedKernel:
         q = given.q
         if q.device.type == "cpu" or not _is_limited(self.scores, given):
             return False
-        # If this rank has only some positions, they form several runs of consecutive positions, and
-        # this implementation would need a copy of the keys for each run. So it is not used.
+        # If this rank has only some positions, they form several runs of consecutive positions.
+        # This implementation is not used, because it would need a copy of the keys for each run.
         if not given.positions.are_all:
             return False
         fits = _has_flash(q) and flash_takes(q.shape[3])
@@ -288,7 +289,8 @@ class BlockedKernel:
         whole_from = self.kernels.chosen(given.q.device.type, given.q.dtype).attention.whole_from
         is_plain = given.documents is None and not self.scores.window
         block = QUERY_BLOCK
-        # one rank computes such a sequence in one call; this rank has only some of its positions
+        # Without context parallelism, one call computes such a sequence. Here, the rank has only
+        # some positions of the sequence, and blocks of this size give the same bits as one call.
         if is_plain and (self._is_grouped(given) or given.k.shape[2] >= whole_from):
             block = LONG_BLOCK
         work = BlockedWork(given.sight(self.scores), with_logsumexp, block)

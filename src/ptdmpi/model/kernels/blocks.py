@@ -68,7 +68,7 @@ class Sight:
 class QueryRun(NamedTuple):
     """Consecutive queries at the positions [first, last) of the sequences `rows`. All positions of
     a run are in one document, which has the positions [begin, end). A rank may have queries at only
-    some positions, so the index of a query in the rank's tensor of queries is its position plus
+    some positions. In the rank's tensor of queries, the query at position i has the index i +
     `shift`."""
 
     rows: slice
@@ -82,8 +82,8 @@ class QueryRun(NamedTuple):
 def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
     """Divide this rank's queries into runs, and yield the runs. The queries of a run have
     consecutive positions and are in one document. Each sequence has `length` positions. `seen` has
-    the documents and this rank's positions. Without documents, all sequences are divided equally,
-    so one run has the queries of all sequences at its positions."""
+    the documents and this rank's positions. Without documents, all sequences are divided at the
+    same positions, so each run has queries of all sequences."""
     whole = [(slice(None), 0, length)]
     if seen.documents is not None:
         whole = [(slice(row, row + 1), begin, end) for row, begin, end in seen.documents.pieces]
@@ -112,8 +112,8 @@ def blocks(
     block: the region of its queries in q, the region of the keys that the block sees, and the mask
     that is added to the scores. The mask is None if every query of the block sees all these keys.
 
-    Under a causal mask, a block has at most `block` consecutive queries. Without a causal mask, it
-    has all queries of a run.
+    Under a causal mask, a block has at most `block` consecutive queries. Without a causal mask, a
+    block has all queries of a run (see `QueryRun`).
     """
     every, scores = slice(None), seen.scores
     length = q.shape[2] * seen.positions.parts
@@ -124,7 +124,7 @@ def blocks(
             yield (rows, every, queries), (rows, every, slice(piece.begin, piece.end)), None
             continue
         # the mask depends only on the distance between query and key, so the mask of every block is
-        # a part of one large mask, taken from its lower right corner
+        # a slice at the lower right corner of one large mask
         band = _band(block, length, scores.window, dtype=q.dtype, device=q.device)
         yield from _causal_blocks(piece, band, scores.window, block)
 
@@ -191,12 +191,13 @@ def by_library(
     q: Tensor, k: Tensor, v: Tensor, seen: Sight, *, block: int = QUERY_BLOCK
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute attention by PyTorch's CPU kernel, one block of up to `block` queries after the
-    other. Return two values. The first is softmax(scores) v [b, heads, s, head size of the values].
-    The second has a tensor for each block, the log-sum-exp of its queries' scores [sequences,
-    heads, queries of the block]. If values are smaller than keys, the kernel gets values that are
-    filled up with zeros."""
+    other. Return two values. The first value is softmax(scores) v [b, heads, s, head size of the
+    values]. The second value is a list with one tensor for each block: the log-sum-exp of the
+    scores of each query, [sequences, heads, queries of the block]. If values are smaller than keys,
+    the kernel gets values that are filled up with zeros. The keys and values that it gets are
+    copies (`_adjacent`)."""
     out, sums = empty_outputs(q, v), []
-    values = filled(v, q.shape[3])
+    k, values = _adjacent(k, filled(v, q.shape[3]))
     for queries, keys, mask in blocks(q, seen, block):
         here, sum_of_exponentials = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[queries], k[keys], values[keys], attn_mask=mask, scale=seen.scores.scale
@@ -204,6 +205,14 @@ def by_library(
         out[queries] = here[..., : v.shape[3]]
         sums.append(sum_of_exponentials)
     return out, sums
+
+
+def _adjacent(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of keys and values [b, heads, s, head size] in which the positions of a head
+    are adjacent in memory. Model layers compute them as [s, b, heads, head size]. The bytes between
+    two positions are then usually a multiple of 4096, and the positions replace each other in the
+    processor's first cache, whenever the kernel reads them for another block of queries."""
+    return k.contiguous(), v.contiguous()
 
 
 def joined(
@@ -225,8 +234,9 @@ def joined(
 
 
 class BlockedWork(NamedTuple):
-    """The settings for attention in blocks: the rules for the keys that queries see, whether the
-    log-sum-exp is requested, and the number of queries in a block of the forward."""
+    """The settings for attention in blocks. `seen` has the rules that say which keys each query
+    sees, `with_logsumexp` is True if the log-sum-exp is requested, and `block` is the number of
+    queries in a block of the forward."""
 
     seen: Sight
     with_logsumexp: bool
@@ -261,7 +271,8 @@ class BlockedAttention(Function):
     def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        values, size = filled(v, q.shape[3]), v.shape[3]
+        size = v.shape[3]
+        k, values = _adjacent(k, filled(v, q.shape[3]))
         for queries, keys, mask, is_square in _gradient_blocks(q, ctx.seen):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 filled(dout[queries], q.shape[3]),

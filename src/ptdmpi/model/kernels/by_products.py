@@ -166,12 +166,13 @@ def _weighted(
     [b, heads, s] is given, write the log-sum-exp of each query's scores into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
-    # convert q and k once for all blocks, to a memory layout in which products are fast
+    # convert q and k once for all blocks, and make them contiguous, because products of contiguous
+    # tensors are fast
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
     scale = scores.scale
-    # if `narrow` is True, the operands must stay exact bfloat16 numbers, so the scale is applied to
-    # the products instead of the operands
+    # If `narrow` is True, oneDNN may round the operands to bfloat16. Values of q and k are bfloat16
+    # numbers, but scaled values would not be, so the products are scaled instead.
     if not narrow:
         wide_q = wide_q * scale
         scale = 1.0

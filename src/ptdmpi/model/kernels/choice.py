@@ -15,13 +15,14 @@ from ptdmpi.plan.layer.chunks import HOST_ELEMENTS
 
 # The number of queries in a block. With one call for a whole sequence, PyTorch's CPU kernel skips
 # keys above the diagonal only in steps of 512 keys. With one call for each block of this size, a
-# block gets only the keys up to its own end. For a sequence length of 512, the blocks together then
-# need five eighths of the operations of one call for the whole sequence.
+# block gets only the keys up to its own end. For a sequence length of 512, one call for the whole
+# sequence computes 512 x 512 scores. Four blocks compute 128 x (128 + 256 + 384 + 512) scores,
+# which is 5/8 of this number.
 QUERY_BLOCK = 128
-# The number of queries in a block if a context rank computes a sequence that one rank would compute
-# in one call: a long sequence, or a sequence with grouped queries. With blocks of 256 queries,
-# PyTorch's kernel gives the same bits as in one call, in all types (torch 2.13), if the length of
-# each chunk of a context rank is a multiple of 256. With blocks of 128 queries, the bits are the
+# The number of queries in a block for context parallelism, if one rank would compute the sequence
+# in one call. Such sequences are long, or have grouped queries. With blocks of 256 queries,
+# PyTorch's kernel gives the same bits as in one call, in all types (torch 2.13). The length of each
+# chunk of a context rank must be a multiple of 256. With blocks of 128 queries, the bits are the
 # same only in bfloat16.
 LONG_BLOCK = 256
 
@@ -61,10 +62,10 @@ class AttentionByProducts:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Return the fields of the planner's `Software` that this attention sets. They are
-        `whole_from`, and the numbers of queries in a block of the forward pass, in a block of the
-        backward pass, and in a block of saved probabilities. A field is 0 if there is no such
-        length, or no such block."""
+        """Return the fields of the planner's `Software` that this attention sets. They are the
+        length `whole_from`, which is 0 if the attention has no such length, and the numbers of
+        queries in three kinds of blocks: of the forward pass, of the backward pass, and of saved
+        probabilities. A number is 0 if the attention has no such blocks."""
         return {
             "whole_from": 0 if self.whole_from == math.inf else int(self.whole_from),
             "forward_block": 0 if self.library_forward else self.block,

@@ -36,7 +36,7 @@ def missing_for_triton() -> str:
 
 
 def settle(constant: Callable[[Callable[..., object]], object]) -> None:
-    """Declare some functions as constant for torch's compiler, because their results never change
-    on a machine. `constant` is torch's function that declares one function as constant."""
+    """Tell torch's compiler that some functions always return the same result on this machine.
+    `constant` is the function of torch that declares this for one function."""
     for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
         constant(answer)

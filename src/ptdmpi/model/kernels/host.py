@@ -68,8 +68,9 @@ def multiplies(device_type: str, dtype: torch.dtype) -> bool:
 @asked_once
 def has_fused(dtype: torch.dtype) -> bool:
     """Return True if this host computes oneDNN's fused call for a linear and its bias with operands
-    of the type `dtype`. The call is tried, because a user may limit the instructions that oneDNN
-    uses (by the environment variable ONEDNN_MAX_CPU_ISA), and then it lacks some types."""
+    of the type `dtype`. This function makes such a call to see if it succeeds. The processor alone
+    does not determine the result: a user may limit the instructions that oneDNN uses (by the
+    environment variable ONEDNN_MAX_CPU_ISA), and then oneDNN lacks some types."""
     if dtype not in FUSED_TYPES or not torch.backends.mkldnn.is_available():
         return False
     operand = torch.zeros(SIZE_TRIED, SIZE_TRIED, dtype=dtype)

@@ -66,8 +66,8 @@ class _RmsNormByRows(Function):
         dflat = dy.reshape(flat.shape)
         wide_weight = weight.to(scale.dtype)
         dx = torch.empty_like(flat)
-        # The products of all rows are summed at once: partial sums of some rows would be rounded
-        # differently.
+        # The products of all rows are summed at once. If they were summed for a few rows at a time,
+        # the sums would be rounded differently.
         products = (
             flat.new_empty(flat.shape, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
         )
@@ -158,7 +158,9 @@ class Norm(Computing):
         weight = self._gain()
         if self.bias is None:
             return rms_norm(x, weight, self.eps, self.kernels)
-        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual sum x + y and its norm, both computed by one kernel in Triton. The

@@ -1,5 +1,5 @@
 """RoPE (rotary position embedding): the rotation of queries and keys by angles that depend on the
-position, in few kernels that save no tensors for the backward."""
+position. It takes few kernels, which save no tensors for the backward."""
 
 from typing import Any
 

@@ -17,8 +17,9 @@ sizes and words may follow the name, separated by colons:
 
 On other devices the kind "attention" has the names of the attention backends, in the order in which
 they are tried. The kind "triton", if it is stored, has the names of the kinds of kernels that are
-computed in Triton (`fused.KINDS`). Unknown texts are skipped, because a run on another type of
-device, or another version of ptdmpi, may have written them.
+computed in Triton (`fused.KINDS`). The kind "layers" is stored if a measurement has chosen compiled
+or uncompiled layers: "compiled" or "uncompiled". Unknown texts are skipped, because a run on
+another type of device, or another version of ptdmpi, may have written them.
 """
 
 import math
@@ -39,7 +40,7 @@ Stored = Mapping[str, Sequence[str]]
 
 # word after the block size in "products:SIZE:WORD" -> attribute of `AttentionByProducts`
 WORDS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmath"}
-# the last word in "products:SIZE:WORD:whole_from=LENGTH", without its number
+# the beginning of the last word in "products:SIZE:WORD:whole_from=LENGTH", up to the number
 WHOLE_FROM = "whole_from="
 
 

@@ -27,8 +27,9 @@ class CachedPass(Protocol):
 
 
 class Absorbed:
-    """The products of queries and of outputs with the weight of `linear`, which expands latent
-    vectors of c elements to keys and values."""
+    """The matrix products that replace the expansion of latent vectors: queries and outputs of the
+    heads are multiplied by the weight of `linear`. Without a cache, `linear` expands latent vectors
+    of c elements to keys and values."""
 
     def __init__(self, model: ModelConfig, linear: ColumnParallelLinear) -> None:
         self._linear = linear
@@ -42,15 +43,16 @@ class Absorbed:
         return keys, values
 
     def queries(self, plain: Tensor) -> Tensor:
-        """Return the queries by which latent vectors are multiplied, [s, b, a / t, c], for the
-        unrotated elements of the original queries, [s, b, a / t, n]."""
+        """Return q W, [s, b, a / t, c], for the unrotated elements q of the queries, `plain` [s, b,
+        a / t, n], and the matrix W of each head that expands keys. The scores are products of q W
+        and latent vectors."""
         keys, _ = self._weights()
         product = self._linear.kernels.product(plain.permute(1, 2, 0, 3), keys)
         return product.permute(2, 0, 1, 3)
 
     def outputs(self, y: Tensor) -> Tensor:
-        """Return the outputs of the heads, [s, b, a / t * v], for sums of latent vectors, [s, b,
-        a / t * c]."""
+        """Return the outputs of the heads, [s, b, a / t * v]. `y` [s, b, a / t * c] has, for each
+        head, the sum of latent vectors weighted by the attention probabilities."""
         _, values = self._weights()
         sums = y.unflatten(-1, (len(values), -1)).permute(1, 2, 0, 3)
         product = self._linear.kernels.product(sums, values.transpose(-1, -2))

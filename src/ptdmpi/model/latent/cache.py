@@ -39,8 +39,8 @@ class LatentCache(Cache):
         keys = kept[:, None, : len(self._places)]
         seen = self._seen(core.scores.window)
         # The kernel gets complete keys as values, because not every kernel supports values that are
-        # smaller than keys. `under_mask` needs a mask with a row for each query of each head.
-        # Computing one block of positions at a time limits the size of this mask.
+        # smaller than keys. `under_mask` needs a mask with a row for each query of each head. So
+        # that this mask stays small, one block of positions is computed at a time.
         blocks = zip(q.split(QUERY_BLOCK, 2), seen.split(QUERY_BLOCK, 2), strict=True)
         parts = [core.under_mask(queries, keys, keys, mask) for queries, mask in blocks]
         return torch.cat(parts, 2)[..., : self._values]

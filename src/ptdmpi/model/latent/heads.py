@@ -60,8 +60,9 @@ class LatentHeads(Rotating):
     rotation, the first elements of all pairs are placed before all second elements. Queries and
     keys have the same order, so their products do not change.
 
-    In generation with a cache, keys and values are not expanded: each latent vector and its rotary
-    key are the key of a single head, and the value is the latent vector (see `absorbed`).
+    In generation with a cache, keys and values are not expanded (see `absorbed`). All heads then
+    have the same keys and values: a key is a latent vector followed by its rotary key, and the
+    value is the latent vector.
     """
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, absorbed: Absorbed) -> None:
@@ -101,8 +102,8 @@ class LatentHeads(Rotating):
 
 
 class _Pass(NamedTuple):
-    """The arguments of one forward pass of `LatentHeads`: the object itself, and the cosines and
-    sines of the rotary angles, with one number for each rotated pair."""
+    """The arguments of one forward pass of `LatentHeads`: the `LatentHeads` object, and the cosines
+    and sines of the rotary angles. Each rotated pair has one cosine and one sine."""
 
     layer: LatentHeads
     cos: Tensor

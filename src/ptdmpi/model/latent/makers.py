@@ -1,9 +1,9 @@
-"""Functions that make the modules of the operators that only latent attention has. Each function
-returns a function that computes its operator.
+"""Functions that make the modules of the operators that only latent attention has. Each of these
+functions returns the function that computes the operator.
 
 The matrix that expands latent vectors is the module of the operator `ExpandLatents`. In generation
-with a cache, this operator passes the latent vectors on, and the operators before and after the
-attention core multiply by its matrix (`absorbed`).
+with a cache, `ExpandLatents` returns the latent vectors unchanged. The operators before and after
+the attention core then multiply queries and outputs by its matrix (`absorbed`).
 """
 
 from collections.abc import Callable

@@ -1,10 +1,11 @@
 """Quantization of matrices to codes and scales, and dequantization, for the formats that
-`plan.layer.low_bit.LowBit` describes. A code is the number of a level, and a level is a number that
-is multiplied by the scale of a block.
+`plan.layer.low_bit.LowBit` describes. A format has a list of levels, and a code is the number of a
+level in this list. The dequantized value of a code is level x (scale of the block) or, in some
+formats, level x (scale of the block) + (least value of the block).
 
-All arithmetic is in float32 (in float64 for a float64 matrix). The dequantized values are therefore
-the same in three cases: for weights from a file, for packed weights in memory, and for operands
-that are rounded before a product.
+All arithmetic is in float32 (in float64 for a float64 matrix). Weights from a file, packed weights
+in memory, and operands that are rounded before a product therefore have the same dequantized
+values.
 """
 
 from dataclasses import dataclass
@@ -74,8 +75,8 @@ def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def place_tables(form: LowBit, device: torch.device) -> None:
-    """Copy the lookup tables of a quantized format to a device in advance, because a copy within a
-    step would make the host wait for the device."""
+    """Copy the lookup tables of a quantized format to a device before the first step. A copy within
+    a step would make the host wait for the device."""
     for table in (_levels, _level):
         table(form, device)
     for wide in (torch.float32, torch.float64):
@@ -88,7 +89,7 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
     from the least and the greatest value of the block. The scale of int4 has a sign, because int4
     has eight levels on one side of zero and seven on the other side. The sign puts the value of
     greatest magnitude on the side with eight levels."""
-    # in a 16-bit type, x / scale would be rounded
+    # use a wide type, because x / scale would be rounded in a 16-bit type
     wide = torch.promote_types(x.dtype, torch.float32)
     least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":

@@ -73,9 +73,9 @@ def chosen(history: Sequence[int]) -> int:
 
 
 def extended(history: Sequence[int], exponent: int) -> tuple[int, ...]:
-    """Return `history`, the exponents of the last steps, extended by the exponent of one more step.
-    If all numbers of the tensor were zero in this step, the exponent is not added, because zeros
-    need no particular scale."""
+    """Return `history`, which has the exponents of the last steps, with the exponent of one more
+    step at its end. If all numbers of the tensor were zero in this step, the exponent is not added,
+    because zeros need no particular scale."""
     if exponent >= MOST_EXPONENT:
         return tuple(history)
     return (*history, exponent)[-HISTORY:]

@@ -3,9 +3,9 @@ products in the precision fp8.
 
 A matrix [m, n] is cut into tiles of p x q elements; tiles at the end may be smaller. The elements
 of a tile share a scale 2^-k. The code of an element x is x 2^k, rounded to the nearest number of
-the 8-bit type (to even if two are equally near), and the value of a code is the code times 2^-k.
-The exponent k is the largest whole number, at most 100, for which the greatest magnitude of the
-tile times 2^k is at most the largest number of the type.
+the 8-bit type (to even if two are equally near). The value of a code c is c 2^-k. The exponent k is
+the largest whole number, at most 100, for which the greatest magnitude of the tile times 2^k is at
+most the largest number of the type.
 
 Scales are powers of two, as in Transformer Engine's recipe for blocks, so a value is exact in
 bfloat16. If values are multiplied in bfloat16 with sums in float32, the result is therefore the
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ptdmpi.config.precision import SCALED_BLOCK
 
-# The largest k, and the k of a tile of zeros. Even with this k, the value of every code except 0 is
-# a normal number in bfloat16.
+# The largest exponent k. A tile that contains only zeros has this k. Even with this k, the value of
+# every code except 0 is a normal number in bfloat16.
 MOST_EXPONENT = 100
 # The largest number of both 8-bit types has the mantissa 1.75. If this constant is added to the
 # bits of a float32 number, the addition carries into the exponent if and only if the mantissa is
@@ -39,9 +39,9 @@ class ScaleTile(NamedTuple):
     columns: int
 
 
-# The shapes of the tiles that have one scale (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
-# An operand [rows, columns] has tiles along its rows if the product sums over columns, and along
-# its columns if the product sums over rows. Weights have square tiles.
+# The shapes of tiles (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2). An operand [rows,
+# columns] has tiles along its rows if the product sums over columns, and along its columns if the
+# product sums over rows. Weights have square tiles.
 ALONG_ROWS = ScaleTile(1, SCALED_BLOCK)
 ALONG_COLUMNS = ScaleTile(SCALED_BLOCK, 1)
 OF_WEIGHTS = ScaleTile(SCALED_BLOCK, SCALED_BLOCK)

@@ -17,8 +17,8 @@ Narrow = Callable[[int, int], tuple[int, int]]  # index in a matrix -> index in 
 
 class PackedPart(NamedTuple):
     """A slice of the codes or of the scales (`kind`) of a quantized matrix. `shape` is the shape of
-    all codes, or of all scales, of the undivided matrix; `box` is the slice, and `values` are its
-    values."""
+    the tensor of all codes, or all scales, of the undivided matrix. `box` is the position of the
+    slice in this tensor, and `values` are the values of the slice."""
 
     kind: str
     shape: tuple[int, ...]

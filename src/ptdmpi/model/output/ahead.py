@@ -29,10 +29,10 @@ from ptdmpi.plan.layer.parts import Parts
 
 
 class Module(Layered):
-    """A module for multi-token prediction. One norm is for an activation, and another norm for an
-    embedding. A linear layer reads the concatenation of both results; a transformer layer and a
-    last norm follow. For dropout masks and experts' loads, module `number` (from 0) counts as layer
-    `number` + the number of layers."""
+    """A module for multi-token prediction. It normalizes an activation and an embedding separately,
+    and concatenates the results. A linear layer, a transformer layer and a last norm follow.
+    `number` counts the modules from 0. Dropout masks and experts' loads need a layer number: the
+    module has the layer number `model.layers` + `number`."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class AheadOutput(TokenOutput):
         self.modules[MODULES] = owner
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the losses by name: the task's loss, and the loss of each module. Without
-        gradients, the modules are not computed, and their losses are 0."""
+        """Return the losses by name: the task's loss, and the loss of each module. If gradients are
+        disabled, as in validation, the modules are not computed, and their losses are 0."""
         losses = super().losses(batch, x, context)
         names = [ahead_name(number) for number in range(len(self.extra))]
         if not torch.is_grad_enabled():

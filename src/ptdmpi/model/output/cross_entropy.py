@@ -26,9 +26,10 @@ from ptdmpi.plan.layer.chunks import DEVICE_ELEMENTS, loss_rows
 def token_log_probabilities(
     logits: Tensor, labels: Tensor, axis: TensorAxis
 ) -> tuple[Tensor, Tensor]:
-    """Return two tensors [s, b]: log softmax(logits)[label] of each token, in float32 or wider, and
-    a mask that is True if no entry of the vocabulary is more probable than the token's label.
-    `logits` [s, b, V/t] are this rank's columns, which are not overwritten."""
+    """Return two tensors [s, b]. The first is log softmax(logits)[label] of each token, in float32
+    or wider. The second is a mask that is True if the label is the most probable entry of the
+    vocabulary, or one of several equally probable ones. `logits` [s, b, V/t] are this rank's
+    columns; the function does not overwrite them."""
     flat = logits.reshape(-1, logits.shape[-1])
     local, here = columns_of(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
@@ -74,12 +75,13 @@ def widened(chunk: Tensor) -> Tensor:
 
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return two values for each row of `flat` [s b, V/t]: the greatest logit over all ranks'
-    columns, and the label's logit, which is 0 if this rank does not have the label's column. For
-    each row, `local` [s b, 1] is the index of the label's column among this rank's columns, and
-    `here` [s b] is True if this rank has that column. Otherwise `local` is any legal index, and its
-    logit is not used. The callers subtract the greatest logit so that exponentials do not overflow;
-    the subtraction does not change the loss.
+    """Return two values for each row of `flat` [s b, V/t]. The first is the greatest logit over all
+    ranks' columns. The second is the label's logit if this rank has the label's column, and 0
+    otherwise. For each row, `local` [s b, 1] is the index of the label's column among this rank's
+    columns, and `here` [s b] is True if this rank has that column. If this rank does not have that
+    column, `local` is an arbitrary valid index, and the logit at this index is not used. The
+    callers subtract the greatest logit so that exponentials do not overflow; the subtraction does
+    not change the loss.
     """
     # the maximum of 16-bit logits is exact, so only the maximum is converted to float32
     top = widened(flat.amax(-1))
@@ -124,9 +126,10 @@ def softmax_losses(
 def logit_gradient(
     softmax: Softmax, factors: Tensor, columns: Tensor, values: Tensor, *, kernels: Kernels = USUAL
 ) -> Tensor:
-    """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return the buffer. The
-    gradient is the softmax times `factors` [s b]. In each row, `values` [s b, n] are then added to
-    the elements in this rank's `columns` [s b, n]. A column may occur several times."""
+    """Overwrite the buffer of the logits [s b, V/t] with a gradient, and return the buffer. In each
+    of the s b rows, the gradient is the softmax times the row's number in `factors` [s b], plus n
+    additional values: `values` [s b, n] are added to the elements in this rank's `columns` [s b,
+    n]. A row may have several values for the same column."""
     flat, _, _, top, totals = softmax
     for rows in row_chunks(flat, kernels):
         chunk = flat[rows]

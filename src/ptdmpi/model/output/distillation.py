@@ -8,7 +8,7 @@ each label, the loss is the Kullback-Leibler divergence of the K + 1 outcomes:
 
 Here q_k is the stored probability of the teacher, and p_k the probability of the student. Merging
 outcomes cannot increase the divergence, so this loss is at most the divergence over the full
-vocabulary, and equal to it if K is the size of the vocabulary.
+vocabulary. Both are equal if K is the size of the vocabulary.
 
 In the shapes below, V is the size of the vocabulary and t is the number of tensor ranks.
 """
@@ -54,7 +54,8 @@ def top_log_probabilities(logits: Tensor, count: int, axis: TensorAxis) -> tuple
         torch.topk(wide, own, out=(values[rows], ids[rows]))
         torch.sum((wide - top[rows, None]).exp_(), -1, out=sums[rows])
     ids += axis.rank * width
-    # [t * own, s * b]: each of the t tensor ranks contributes `own` candidates per position
+    # [t * own, s * b], because each of the t tensor ranks contributes its `own` most probable
+    # tokens at each position
     gathered = axis.comm.all_gather(values.t().contiguous())
     all_ids = axis.comm.all_gather(ids.t().contiguous())
     best, places = torch.topk(gathered, count, dim=0)
@@ -107,11 +108,13 @@ class _Distillation(Function):
         losses, softmax = softmax_losses(logits, batch.labels, axis)
         shifted = scores - softmax.top[:, None]
         exps = shifted.exp().masked_fill_(~teacher.here, 0)
-        # set the products of columns that this rank does not have to 0, too, because the logit of a
-        # padded column is -inf
+        # If another rank has the column of a stored token, replace the product by 0. The product
+        # was computed from the logit of another column, and may be -inf or NaN, because padded
+        # columns have the logit -inf.
         products = (teacher.q * shifted).masked_fill_(~teacher.here, 0)
         sums = axis.comm.all_reduce(torch.stack((exps.sum(-1), products.sum(-1))))
-        # rounding must not make the probability of the other tokens 0
+        # limit the probability of the other tokens from below, because its logarithm would be -inf
+        # if rounding made it 0
         others = (1 - sums[0] / softmax.totals).clamp_min_(torch.finfo(wide).eps)
         entropy = torch.xlogy(teacher.q, teacher.q).sum(-1)
         matched = sums[1] - teacher.q.sum(-1) * softmax.totals.log()

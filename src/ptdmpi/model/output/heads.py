@@ -22,9 +22,10 @@ from ptdmpi.model.kernels.norm import Norm
 from ptdmpi.model.operators import Context
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
+from ptdmpi.model.output.positions import select_positions
 from ptdmpi.model.sequence.ahead import TokensAhead
 from ptdmpi.model.sequence.context import ContextAxis
-from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
+from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Classes, Layered, MaskedTransform, SentenceOrder
 from ptdmpi.plan.layer.parts import Parts
 from ptdmpi.plan.shape import parameters

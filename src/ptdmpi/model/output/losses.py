@@ -38,8 +38,7 @@ class SummedLoss:
         return self.sum / self.count
 
     def plus(self, other: "SummedLoss") -> "SummedLoss":
-        """Return a loss over the terms of both losses: the sums are added, and the numbers of terms
-        are added."""
+        """Return a loss over the terms of both losses."""
         return SummedLoss(self.sum + other.sum, self.count + other.count)
 
 
@@ -51,7 +50,8 @@ class LossKind:
     of validations. If `key` is "", the loss is not recorded. If `trains` is True, training
     minimizes the loss: `factor` times the mean loss is added to the mean of the task's loss.
     Otherwise the loss is only measured. If `of_routers` is True, the loss is a sum over the routers
-    of all layers (`model/experts/routing.py`); otherwise an output computes it."""
+    of all layers (`model/experts/routing.py`). Otherwise, the output of the model computes the loss
+    (`ptdmpi.model.output.heads`)."""
 
     used_by: Callable[[ModelConfig], bool]
     count: Callable[[Microbatch], float]
@@ -150,14 +150,15 @@ def weights(
 ) -> dict[str, float]:
     """Return the factor of each loss, except the loss of the task. `counts` has the number of terms
     of each loss in the global batch. `kinds` has the properties of the run's losses; None means
-    those of `LOSS_KINDS`. The factors are chosen so that the sum of all mean losses can be computed
-    in this way: multiply each loss by its factor, add the losses, and divide the sum by the number
-    of terms of the task's loss.
+    those of `LOSS_KINDS`. The factor of a loss is f N / n, where N is the number of terms of the
+    task's loss, n is the number of terms of this loss, and f is the field `factor` of `LossKind`.
+    The losses are sums over terms, so (task's loss + sum of factor x loss) / N is the sum of the
+    mean losses, in which f weights each mean.
     """
     kinds = LOSS_KINDS if kinds is None else kinds
     task_count = counts[TASK] or 1.0
     return {
-        # for a loss without terms, `math.inf` makes the factor 0
+        # `math.inf` makes the factor of a loss without terms 0
         name: kinds[name].factor * task_count / (count or math.inf)
         for name, count in counts.items()
         if name != TASK and kinds[name].trains
@@ -165,9 +166,9 @@ def weights(
 
 
 def added(every: Iterable[Sequence[float]], place: slice) -> float:
-    """Return the sum of a loss over all ranks and microbatches. `every` has the losses of each
-    rank; those at `place` are the values of this loss, one for each microbatch. All values are
-    added one after the other, in the same order in all layouts."""
+    """Return the sum of a loss over all ranks and microbatches. `every` has a sequence of losses
+    for each rank. In each sequence, the slice `place` has the values of this loss, one for each
+    microbatch. All values are added one after the other, in the same order in all layouts."""
     total = 0.0
     for of_rank in every:
         for loss in of_rank[place]:

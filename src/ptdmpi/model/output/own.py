@@ -95,7 +95,8 @@ class LossInput:
 
     def of_sequences(self, losses: Tensor) -> tuple[Tensor, float]:
         """Return (sum, count) for the losses [b] of the sequences. All c ranks of the context axis
-        have computed the same losses, so each rank returns 1/c of sum and count."""
+        have computed the same losses, and the trainer adds the results of all ranks, so each rank
+        returns 1/c of the sum and of the count."""
         return losses.sum() / self.context.size, len(losses) / self.context.size
 
 
@@ -162,9 +163,9 @@ class OwnLoss:
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
         """Return a dict with two scalar tensors: the sum of the loss's terms in a microbatch (key
         TASK), and their number (key COUNT). `logits` [s, b, ceil(V/t)] may have padded columns.
-        Raise InputError if the user's function ends the program, if it does not return a sum and a
-        count on the device of the logits, or if the sum has no gradient although the logits need
-        one."""
+        Raise InputError if the user's function ends the program, or if it does not return a sum and
+        a count on the device of the logits. Also raise InputError if the logits need a gradient,
+        but the sum has none."""
         share = logits.shape[-1]
         first = self.tensor.rank * share
         own = logits[..., : max(1, self.vocab_size - first)]  # leave out the padded columns

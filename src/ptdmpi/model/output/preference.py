@@ -3,8 +3,10 @@
 
 The reward of an answer is beta times the sum, over its tokens, of log pi - log ref. Here pi is the
 probability of the token in the trained model, and ref is its probability in the reference model,
-whose log-probabilities are stored with the data. The loss of a pair is -log sigmoid(reward of the
-preferred answer - reward of the other answer).
+whose log-probabilities are stored with the data. For the margin m = (reward of the preferred
+answer) - (reward of the other answer) and the label smoothing e, the loss of a pair is
+
+    -(1 - e) log sigmoid(m) - e log sigmoid(-m)
 """
 
 from dataclasses import dataclass
@@ -49,8 +51,8 @@ class PreferenceLoss:
         pairs = batch.pairs
         assert pairs is not None, "the batch must have pairs of answers"
         ratios = -token_losses(logits, batch.labels, self.tensor) - pairs.references
-        # [pairs, 2]: the sum over all tokens of each answer, added over the ranks of the context
-        # axis, which have different tokens
+        # [pairs, 2]: the sum over all tokens of each answer; ranks of the context axis have
+        # different tokens of an answer, so their sums are added
         sums = sum_over(pairs.summed(ratios), self.context.comm)
         rewards = self.config.beta * sums
         margins = rewards[:, 0] - rewards[:, 1]

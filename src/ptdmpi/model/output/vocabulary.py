@@ -62,7 +62,7 @@ class VocabularyHead(Computing):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's logits [s, b, ceil(V/t)]."""
         layer = LinearPass(self.weight, None, self.axis, self.kernels)
-        logits = ColumnLinear.apply(x, layer, *layer.parameters)
+        logits = ColumnLinear.apply(x, layer, *layer.tracked(x))
         if self.bias is not None:
             logits = _AddBias.apply(logits, self.bias)
         if self.softcap:

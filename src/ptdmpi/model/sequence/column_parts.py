@@ -26,7 +26,7 @@ from ptdmpi.model.tensor_parallel import (
 
 @dataclass(kw_only=True)
 class _Part(LinearPass):
-    """The forward pass of a linear that computes only some of its outputs: the `columns`."""
+    """One forward pass of a linear that computes only the outputs `columns`."""
 
     columns: slice
 
@@ -52,7 +52,7 @@ class ColumnParts:
 
     def product(self, columns: slice) -> Tensor:
         """Return the outputs `columns` of the linear, [s, b, columns]. The backward must be run for
-        every part: the backward of the last part returns the gradient of the input."""
+        every part, because only the backward of the last part returns the gradient of the input."""
         linear = self._linear
         part = _Part(
             weight=linear.weight,

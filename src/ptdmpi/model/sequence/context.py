@@ -64,11 +64,11 @@ class ContextAxis:
 
     def in_order(self, dealt: Tensor) -> Tensor:
         """Reorder the tensor `dealt` [s, ...] from the order of ranks to the order of positions,
-        and return the result. In `dealt`, the two chunks of each rank come after the chunks of the
-        previous rank."""
+        and return the result. `dealt` has first the two chunks of rank 0, then the two chunks of
+        rank 1, and so on."""
         chunks = dealt.unflatten(0, (self.size, 2, -1))
-        # in the order of ranks, the first chunks have ascending positions, and the second chunks
-        # have descending positions
+        # rank r has the chunks r and 2c - 1 - r: from rank to rank, the first chunks have ascending
+        # positions, and the second chunks have descending positions
         return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
 
     def dealt(self, whole: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ class _UnderWay:
         result, message = self._result, self._message
         assert result is not None, "no message has begun"
         message.wait()
-        # remove the handle: it refers to the tensors of the message, which would otherwise stay in
-        # memory until the backward
+        # remove the handle, because it refers to the tensors of the message, which would otherwise
+        # stay in memory until the backward
         self._result, self._message = None, DONE
         return result
 
@@ -148,8 +148,9 @@ class ArrivingKeys(NamedTuple):
 
     Autograd computes gradients in reverse order. The sum of the gradients of keys and values
     therefore begins in the backward of `wait`, and is complete in the backward of
-    `whole_keys_begin`. In the meantime, autograd computes the backward of everything that the
-    forward has computed between these two calls.
+    `whole_keys_begin`. Between these two backwards, autograd computes the backward of everything
+    that the forward has computed between `whole_keys_begin` and `wait`, and the sum of the
+    gradients overlaps with this computation.
     """
 
     own: Tensor

@@ -25,7 +25,7 @@ def part_of_heads(
     part of the heads at all positions, [b, heads / c, s, head size]. Values may have another head
     size than queries and keys.
 
-    If c does not divide the number of key heads, each key head is repeated (`key_copies`). The
+    If c does not divide the number of key heads, each key head is repeated `key_copies` times. The
     gradients of the copies are summed in float32 or wider.
     """
     queries, keys, values = _PartOfHeads.apply(q, k, v, axis)
@@ -37,10 +37,10 @@ def all_heads(y: Tensor, axis: ContextAxis, *, kept: bool = False) -> Tensor:
     rank's part of the heads at all positions, [s, b, heads / c * head size]; the result has all
     heads at this rank's positions, [s / c, b, heads * head size].
 
-    `kept` is True if the kernel of attention keeps `y` for its backward. The memory of `y` is then
-    freed until the backward, in which the ranks send the outputs back. A rank therefore stores only
-    one copy of its outputs. This is the same as without context parallelism, where the kernel and
-    the next linear keep the same tensor.
+    `kept` is True if the kernel of attention keeps `y` for its backward. The next linear keeps the
+    result of this function, so the outputs would be stored twice. If `kept` is True, the memory of
+    `y` is therefore freed after the forward, and in the backward the ranks exchange the outputs
+    again to restore `y`.
     """
     joined: Tensor = _AllHeads.apply(y, axis, kept)
     return joined

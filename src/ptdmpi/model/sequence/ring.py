@@ -48,8 +48,8 @@ class Dropping:
 
 @dataclass(frozen=True)
 class RingWork:
-    """The settings of ring attention: the axis along which keys are sent, the rules for the keys
-    that each query of this rank sees, the kernels for matrix products, and the dropout (None for no
+    """The settings of ring attention: the axis along which keys are sent, the rules that say which
+    keys each query of this rank sees, the kernels for matrix products, and the dropout (None for no
     dropout)."""
 
     axis: ContextAxis
@@ -200,9 +200,9 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
 
 
 class _Journey:
-    """The gradients of a block of keys and values, while they are sent around the ring. They follow
-    the block, and each rank adds its contribution. At the end, they arrive at the rank to which the
-    block belongs."""
+    """The gradients of a block of keys and values, while they are sent around the ring. The
+    gradients of a block are sent after the block from rank to rank, and each rank adds its
+    contribution. At the end, they arrive at the rank to which the block belongs."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -263,8 +263,9 @@ class _Queries:
         length = self._scaled.shape[2] * size
         first, second = Positions(visit.source, size).runs(length)
         for queries, (rows, heads, seen), mask in _query_blocks(self._scaled, self._work.seen):
-            # begin with the later run of positions: the first scores of each query then include the
-            # score of its own key, so their maximum is finite
+            # Begin with the later run of positions. Under a causal mask, the first tile of each
+            # query then has the key at the query's own position. The query sees this key, so the
+            # maximum of its scores is finite.
             for run, before in ((second, len(first)), (first, 0)):
                 positions = range(max(seen.start, run.start), min(seen.stop, run.stop))
                 if not positions:
@@ -326,9 +327,9 @@ class _Merged:
         self._sums = torch.zeros_like(self._maxima)
 
     def weights(self, tile: _RingTile) -> Tensor:
-        """Update the maxima with a tile's scores. Rescale the merged results to the new maxima, and
-        add the tile's exponentials to the sums. Return the exponentials of the scores relative to
-        the new maxima, which overwrite the scores."""
+        """Update the maxima with a tile's scores, and rescale the merged results to the new maxima.
+        Add exp(score - maximum) of the tile's scores to the sums. Return these exponentials, which
+        overwrite the scores."""
         queries, scores = tile.queries, tile.scores
         before = self._maxima[queries]
         maxima = torch.maximum(before, scores.amax(-1).view(before.shape))
@@ -347,8 +348,8 @@ class _Merged:
 
 
 class _Gradients:
-    """The backward computation of one rank's attention. `dq` [b, heads, queries, head size] is the
-    gradient of this rank's queries, divided by the scale of scores. The method `add` also computes
+    """The backward computation of one rank's attention. The gradient of this rank's queries is `dq`
+    [b, heads, queries, head size] times the scale of the scores. The method `add` also computes
     this rank's contributions to the gradients of received keys and values."""
 
     def __init__(self, queries: _Queries, dout: Tensor, out: Tensor, logsumexp: Tensor) -> None:

@@ -8,14 +8,15 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.config.section import MOST
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
-from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale, Sees, Table
+from ptdmpi.plan.layer.parts import Linear, Part
 from ptdmpi.plan.layer.products import Multiply
 
 RESIDUAL = "x"  # the name of the residual stream
@@ -32,13 +33,19 @@ class FieldRule:
 
 def is_size(value: object) -> bool:
     """Return True if `value` is a legal number of channels or rows."""
+    return _is_integer(value, 1)
+
+
+def _is_integer(value: object, least: int) -> bool:
+    """Return True if `value` is an integer from `least` to MOST."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         return False
-    return 1 <= int(value) <= MOST
+    return least <= int(value) <= MOST
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(is_size(size) for size in value)
+    """Return True if `value` is a tuple of sizes that is not empty."""
+    return isinstance(value, tuple) and bool(value) and all(map(is_size, value))
 
 
 def is_std(value: object) -> bool:
@@ -46,40 +53,38 @@ def is_std(value: object) -> bool:
     return isinstance(value, numbers.Real) and 0.0 <= float(value) < math.inf
 
 
-SIZE = FieldRule(is_size, f"an integer from 1 to {MOST}")
+def _least(least: int) -> FieldRule:
+    """Return the rule for an integer that is at least `least`."""
+    return FieldRule(lambda value: _is_integer(value, least), f"an integer from {least} to {MOST}")
+
+
 SIZES = FieldRule(_are_sizes, "a tuple of integers from 1")
 STD = FieldRule(is_std, "a finite number from 0")
 BOOL = FieldRule(lambda value: isinstance(value, bool), "True or False")
-SPLIT = FieldRule(lambda value: value in (None, "columns", "rows"), '"columns", "rows" or None')
-# Kind of a part -> name of a field -> rule for the value of the field.
-RULES: Mapping[type[Part], Mapping[str, FieldRule]] = {
-    Linear: {
-        "inputs": SIZE,
-        "outputs": SIZES,
-        "bias": BOOL,
-        "init_std": STD,
-        "split": SPLIT,
-        "most": FieldRule(
-            lambda value: value is None or _are_sizes(value), f"None, or {SIZES.legal}"
-        ),
-        "trains": BOOL,
-    },
-    Norm: {
-        "size": SIZE,
-        "shift": BOOL,
-        "trains": BOOL,
-        "sees": FieldRule(
-            lambda value: value in get_args(Sees), "one of " + ", ".join(get_args(Sees))
-        ),
-    },
-    Table: {"rows": SIZE, "hidden": SIZE, "init_std": STD, "split": BOOL, "trains": BOOL},
-    LowRankPair: {"inputs": SIZE, "outputs": SIZE, "rank": SIZE, "split": SPLIT, "trains": BOOL},
-    Scale: {
-        "size": SIZE,
-        "most": FieldRule(lambda value: value is None or is_size(value), f"None, or {SIZE.legal}"),
-        "trains": BOOL,
-    },
-}
+
+
+@cache
+def rules_of(kind: type[Part]) -> Mapping[str, FieldRule]:
+    """Return the rules for the fields of a kind of part: name of the field -> rule. The rules
+    follow from the types of the fields."""
+    return {name: _rule(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+
+
+def _rule(hint: Any) -> FieldRule:
+    """Return the rule for a field with the type `hint`."""
+    if get_origin(hint) is Literal:
+        values = get_args(hint)
+        return FieldRule(lambda value: value in values, " or ".join(map(repr, values)))
+    if get_origin(hint) is Annotated:
+        return _least(hint.__metadata__[0])
+    options = get_args(hint)
+    if type(None) in options:
+        (other,) = (option for option in options if option is not type(None))
+        rule = _rule(other)
+        return FieldRule(
+            lambda value: value is None or rule.allows(value), f"None, or {rule.legal}"
+        )
+    return {int: _least(1), tuple[int, ...]: SIZES, float: STD, bool: BOOL}[hint]
 
 
 def require_fitting(name: str, rows: Sequence[Operator], hidden: int) -> None:
@@ -111,42 +116,47 @@ def _in_parts(row: Operator) -> Iterator[str]:
         yield f"has parts() of the type {type(parts).__name__}; legal: a dict"
         return
     for name, part in parts.items():
-        rules = next((RULES[kind] for kind in RULES if isinstance(part, kind)), None)
-        if rules is None:
-            kinds = ", ".join(kind.__name__ for kind in RULES)
-            yield f"has a part {name} of the type {type(part).__name__}; legal: {kinds}"
+        kind = next((kind for kind in get_args(Part) if isinstance(part, kind)), None)
+        if kind is None:
+            legal = ", ".join(kind.__name__ for kind in get_args(Part))
+            yield f"has a part {name} of the type {type(part).__name__}; legal: {legal}"
             return
-        for field, rule in rules.items():
+        for field, rule in rules_of(kind).items():
             value = getattr(part, field)
             if not rule.allows(value):
-                kind = type(part).__name__
-                yield f"has a {kind} {name} with {field} = {value!r}; legal: {rule.legal}"
+                yield f"has a {kind.__name__} {name} with {field} = {value!r}; legal: {rule.legal}"
         if isinstance(part, Linear) and part.most and len(part.most) != len(part.outputs):
             yield f"has a Linear {name} whose fields outputs and most have different lengths"
 
 
-class Ends(NamedTuple):
-    """The number of channels of each input and of each output of an operator, on all tensor ranks
-    together. A number is None if the operator's description does not determine it."""
+class Channels(NamedTuple):
+    """The channels of a value that an operator reads or writes. `number` is their number on all
+    tensor ranks together. `divided` is True if each tensor rank has only some of the channels. If
+    `divided` is None, the operator reads both divided and undivided values, and its outputs are
+    divided if its first input is."""
 
-    reads: int | None = None
-    writes: int | None = None
+    number: int
+    divided: bool | None = False
 
 
-def ends_of(row: Operator, hidden: int) -> Ends:
-    """Return the numbers of channels that an operator reads and writes, in a model with the hidden
-    size `hidden`."""
+def _channels_of(row: Operator, hidden: int) -> tuple[Channels | None, Channels | None]:
+    """Return the channels of the inputs and of the outputs of an operator, in a model with the
+    hidden size `hidden`. A result is None if the operator's description does not determine the
+    channels; such an operator is not checked here."""
     if isinstance(row, OwnOperator):
-        return Ends()
+        return None, None
     if isinstance(row, Multiply):
-        return Ends(row.linear.inputs, sum(row.linear.outputs))
+        linear = row.linear
+        reads = Channels(linear.inputs, linear.split == "rows")
+        return reads, Channels(sum(linear.outputs), linear.split == "columns")
     if isinstance(row, Normalize):
-        return Ends(row.norm.size, row.norm.size)
+        channels = Channels(row.norm.size, None if row.norm.sees == "heads" else False)
+        return channels, channels
     if isinstance(row, Activate):
-        return Ends(row.gates * row.width, row.width)
+        return Channels(row.gates * row.width, None), Channels(row.width, None)
     if isinstance(row, AddResidual | MixExperts):
-        return Ends(hidden, hidden)
-    return Ends()
+        return Channels(hidden), Channels(hidden)
+    return None, None
 
 
 def _in_values(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
@@ -154,33 +164,37 @@ def _in_values(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
     name of an operator."""
     widths: dict[str, int | None] = {RESIDUAL: hidden}
     for row in rows:
-        reads, writes = ends_of(row, hidden)
+        reads, writes = _channels_of(row, hidden)
         for name in row.inputs:
             if name not in widths:
                 legal = ", ".join(sorted(widths))
                 yield f"{row.name} reads {name!r}, which nothing before it writes; legal: {legal}"
                 return
             width = widths[name]
-            if reads is not None and width is not None and reads != width:
+            if reads is not None and width is not None and reads.number != width:
                 yield (
-                    f"{row.name} reads {name!r} with {reads} channels, but it has {width} channels "
-                    f"(hidden size: {hidden})"
+                    f"{row.name} reads {name!r} with {reads.number} channels, but it has {width} "
+                    f"channels (hidden size: {hidden})"
                 )
                 return
-            # the output of a user's operator must have the channels that its first reader needs
-            widths[name] = reads if width is None else width
-        widths.update(dict.fromkeys(row.outputs, writes))
+            if width is None and reads is not None:
+                # A user's operator wrote the value, which must have the channels that its first
+                # reader needs.
+                widths[name] = reads.number
+        widths.update(dict.fromkeys(row.outputs, writes.number if writes else None))
     if RESIDUAL not in rows[-1].outputs:
         yield f"{rows[-1].name} is the last and must write the residual stream, {RESIDUAL!r}"
 
 
-def undivided_mistakes(rows: Sequence[Operator]) -> Iterator[str]:
-    """Yield the reasons why the operators `rows` of a layer cannot be divided over several tensor
-    ranks. A reason is an operator that reads all channels of a value although each rank has only
-    some of them, or an operator that reads some channels although each rank has all."""
+def undivided_mistakes(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
+    """Yield the reason why the operators `rows` of a layer cannot be divided over several tensor
+    ranks, if there is one. The reason is an operator that reads all channels of a value although
+    each rank has only some of them, or an operator that reads only some channels although each rank
+    has all."""
     divided: dict[str, bool | None] = {RESIDUAL: False}
     for row in rows:
-        needs, gives = _divisions(row, divided.get(row.inputs[0]))
+        reads, writes = _channels_of(row, hidden)
+        needs = reads.divided if reads else None
         for name in row.inputs:
             value = divided.get(name)
             if needs is None or value is None or needs == value:
@@ -191,22 +205,10 @@ def undivided_mistakes(rows: Sequence[Operator]) -> Iterator[str]:
                 'linear split by "rows" after a linear split by "columns", or parallel.tensor = 1'
             )
             return
+        gives = writes.divided if writes else None
+        if writes and gives is None:
+            gives = divided.get(row.inputs[0])
         divided.update(dict.fromkeys(row.outputs, gives))
-
-
-def _divisions(row: Operator, given: bool | None) -> tuple[bool | None, bool | None]:
-    """Return two values: whether the tensor ranks must have different channels of the input, and
-    whether they have different channels of the output. A value is None if it is not known, or does
-    not matter. `given` is True if the tensor ranks have different channels of the first input."""
-    if isinstance(row, OwnOperator):
-        return None, None
-    if isinstance(row, Multiply):
-        return row.linear.split == "rows", row.linear.split == "columns"
-    if isinstance(row, Activate) or (isinstance(row, Normalize) and row.norm.sees == "heads"):
-        return None, given
-    if isinstance(row, AddResidual | MixExperts | Normalize):
-        return False, False
-    return None, None
 
 
 def local_width(rows: Sequence[Operator], name: str, *, hidden: int, tensor: int) -> int | None:
@@ -217,9 +219,8 @@ def local_width(rows: Sequence[Operator], name: str, *, hidden: int, tensor: int
         if name in row.inputs:
             if isinstance(row, Multiply) and not isinstance(row, OwnOperator):
                 return row.linear.local(tensor)[0]
-            if isinstance(row, AddResidual | MixExperts | Normalize):
-                return ends_of(row, hidden).reads
-            return None
+            reads, _ = _channels_of(row, hidden)
+            return reads.number if reads and reads.divided is False else None
         if name in row.outputs:
             return None
     return None

@@ -49,7 +49,7 @@ def refusals(layout: Layout, model: ModelConfig) -> Iterator[str]:
 def _undivided(model: ModelConfig) -> tuple[str, ...]:
     """Return the reasons why the model's layers cannot be divided over several tensor ranks."""
     kinds = {run.kind for run in model.runs()}
-    reasons = (undivided_mistakes(operators(layer_of(model, kind))) for kind in kinds)
+    reasons = (undivided_mistakes(operators(layer_of(model, kind)), model.hidden) for kind in kinds)
     return tuple(dict.fromkeys(itertools.chain.from_iterable(reasons)))
 
 

@@ -7,9 +7,10 @@ file does not import torch, so that parameters can be counted even if torch is n
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 Sees = Literal["positions", "heads", "all"]
+Index = Annotated[int, 0]  # an integer from 0; all other integers of parts are sizes, from 1
 
 # In a flat buffer, every parameter and every shard starts at a multiple of `ALIGNMENT` elements.
 # Because of this, vectorised kernels compute every element with the same instructions, wherever it
@@ -173,8 +174,8 @@ class LowRankPair:
     rank: int
     scale: float
     dropout: float
-    number: int
-    output: int
+    number: Index
+    output: Index
     split: Literal["columns", "rows"]
     most: int | None = None
     trains: bool = True
@@ -215,7 +216,7 @@ class Scale:
     """
 
     size: int
-    output: int = 0
+    output: Index = 0
     most: int | None = None
     trains: bool = True
 

@@ -29,8 +29,8 @@ class Template:
         self.lines = text.splitlines()
 
     def has(self, directive: str, option: str) -> bool:
-        """Return True if the template has a line for an option, which is `directive` followed by
-        `option`. The line may be commented out."""
+        """Return True if the template has a line for an option of the scheduler. Such a line begins
+        with `directive` followed by `option`, and may be commented out."""
         return any(self._is(line, directive, option) for line in self.lines)
 
     def direct(self, directive: str, option: str, value: object) -> None:
@@ -45,8 +45,8 @@ class Template:
         self.lines.insert(last + 1, wanted)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a shell variable. The line that assigns it is replaced; if the template has no such
-        line, a new line is added before the training starts."""
+        """Set a shell variable. The line that assigns the variable is replaced; if the template has
+        no such line, a new line is added before the line that starts the training."""
         wanted = f"{name}={shlex.quote(value)}"
         ours = [n for n, line in enumerate(self.lines) if line.startswith(f"{name}=")]
         if ours:

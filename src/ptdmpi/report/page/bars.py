@@ -9,7 +9,7 @@ from ptdmpi.plan.show.draw import Chunks, tint
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.steps import timelines
 
-WAITING = "receive"  # the page draws these spans like idle time, but with a frame
+WAITING = "receive"  # kind of the spans that the page draws like idle time, but with a frame
 
 
 def step_timelines(run: RecordedRun, foreseen: Timeline | None) -> list[dict[str, Any]]:

@@ -21,9 +21,10 @@ SIZE = 128  # rows and columns of the operands
 
 
 def arithmetic(device: torch.device) -> str:
-    """Return a name of the arithmetic of this rank. On a CPU, the name has PyTorch's vector
-    instructions, a hash of results and the number of threads if it is not 1, such as "AVX512
-    3f9a1c22 with 2 threads". On another device, it is the name of the device."""
+    """Return a name of the arithmetic of this rank. On a CPU, the name consists of PyTorch's vector
+    instructions, a hash of the results of some operations, and the number of threads (if it is not
+    1), such as "AVX512 3f9a1c22 with 2 threads". On another device, it is the name of the
+    device."""
     if device.type == "cpu":
         name = f"{torch.backends.cpu.get_cpu_capability()} {_hash(_results())}"
         threads = torch.get_num_threads()

@@ -21,9 +21,9 @@ from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 # product ends within one time slice of a shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
-# If no other program or rank uses the core of the thread that computes the products, this thread is
-# running for at least this fraction of the time. With load on all cores, the fraction was 0.17 to
-# 0.48 (EPYC with AVX-512, 2 cores).
+# The measurement is valid if the thread that computes the products is running for at least this
+# fraction of the time. Otherwise another program or rank has used its core. With load on all cores,
+# the fraction was 0.17 to 0.48 (EPYC with AVX-512, 2 cores).
 LEAST_RUNNING_FRACTION = 0.9
 
 

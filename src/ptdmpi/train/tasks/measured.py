@@ -104,7 +104,8 @@ class Tasks:
                 numbers = range(first, min(first + part, len(questions.items)))
                 try:
                     answers += questions.ask(model, self.text, numbers)
-                except SharedInputError as error:  # with these weights, a score is not finite
+                except SharedInputError as error:
+                    # the present weights give a score that is not finite
                     self.journal.say(f"warning: step {step}  {path}: {error}")
                     self.engine.place.enter("training")
                     return asked

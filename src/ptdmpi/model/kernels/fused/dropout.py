@@ -73,8 +73,9 @@ def _drop(
 
 
 def dropped(x: Tensor, stream: RandomStream, rate: float) -> Tensor:
-    """Return x [s, b, h] with zeros where the mask of `stream` drops an element, which it does with
-    probability `rate`. The other elements are divided by 1 - rate. x must be contiguous."""
+    """Return x [s, b, h] after dropout. The mask of `stream` determines which elements become zero,
+    each with probability `rate`. The other elements are divided by 1 - rate. x must be
+    contiguous."""
     s, batch, width = x.shape
     y = torch.empty_like(x)
     if not x.numel():

@@ -49,7 +49,7 @@ class GeluOfProduct:
         bias = self.product.linear.bias
         assert bias is not None
         outputs = self.product(x, context, adds_bias=False)
-        return gelu_with_bias(outputs, bias, self.activation.function)
+        return gelu_with_bias(outputs, bias, self.activation.function.name)
 
 
 def fused_steps(steps: tuple[RowStep, ...], kernels: Kernels) -> tuple[RowStep, ...]:

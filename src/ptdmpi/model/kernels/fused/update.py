@@ -71,9 +71,9 @@ def _update(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Update elements: each program of this Triton kernel updates up to BLOCK elements. A number of
-    the step is the sum of two float32 numbers (see `_halves`). KEEPS is the decay of the moving
-    average, or 0 if there is none."""
+    """Update elements: each program of this Triton kernel updates up to BLOCK elements. Each of the
+    numbers `factor`, `decay`, `pace` and `correction` is given as two float32 numbers, whose sum it
+    is (see `_halves`). KEEPS is the decay of the moving average, or 0 if there is none."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
     g = tl.load(gradients + at, mask=inside, other=0.0).to(WIDE)

@@ -29,10 +29,10 @@ class Bench:
     """The stopwatch of one rank. Every rank gets the same measured times.
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
-    `clock` is the clock, in seconds, that times a rank's own work. If a rank has a single thread
-    and its own core, `clock` is the CPU time of the thread, which is independent of other programs
-    on the machine. `kernels` are the kernels that are measured. `over` computes one result from the
-    values of all ranks, by default their median.
+    `clock` returns the time in seconds; it times work without messages. If a rank has a single
+    thread and its own core, `clock` is the CPU time of the thread, which other programs on the
+    machine do not change. `kernels` are the kernels that are measured. `over` computes one result
+    from the values of all ranks, by default their median.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:

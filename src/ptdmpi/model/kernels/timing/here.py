@@ -33,13 +33,13 @@ if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
 
 # The largest number of multiplications in one timed call of a kernel. At 50 GFLOP/s they take about
 # 20 ms. If the layer's sizes need more multiplications, kernels are timed with fewer positions or
-# heads, for which the same kernel is the fastest.
+# heads, because this does not change which kernel is the fastest.
 MOST = 5e8
 LEAST_POSITIONS = 16
 # The largest number of elements at which the loss and RMSNorm are timed, about 10 ms of work.
 MOST_ELEMENTS = 2**21
 # After this number of seconds no further kind of kernel is timed. On a machine without other
-# programs the measurement takes less.
+# programs, the whole measurement takes less time than this.
 LIMIT_S = 8.0
 
 
@@ -82,9 +82,9 @@ def _of_attention(model: ModelConfig, tensor: int) -> Iterator[tuple[int, int]]:
 
 
 def _fewer(positions: int, each: int) -> int:
-    """Return the number of positions at which a kernel is timed, at most `positions`. With `each`
-    multiplications per position, the kernel stays within `MOST` multiplications, unless this would
-    leave fewer than LEAST_POSITIONS positions."""
+    """Return the number of positions at which a kernel is timed, at most `positions`. The kernel
+    needs `each` multiplications per position. The number is chosen so that there are at most `MOST`
+    multiplications, but is not reduced below LEAST_POSITIONS."""
     return max(min(positions, LEAST_POSITIONS), min(positions, int(MOST // each)))
 
 
@@ -140,9 +140,9 @@ def measured_here(
     result. `say` prints one line.
 
     The time of a kernel is the time on the slowest rank. If the measurement takes longer than
-    LIMIT_S, for example because other programs are running, the remaining kinds of kernels are not
-    measured, and the result is not stored in the cache. If a kernel gives a wrong result, return an
-    empty dict; kernels are then chosen from the table of the package.
+    LIMIT_S seconds, for example because other programs are running, the remaining kinds of kernels
+    are not measured. An incomplete result is not stored in the cache. If a kernel gives a wrong
+    result, return an empty dict; kernels are then chosen from the table of the package.
     """
     cached = Cached(_key(world, dtype, sizes))
     known = world.on_root(cached.read)

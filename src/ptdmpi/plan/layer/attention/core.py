@@ -243,10 +243,11 @@ class Attend(Operator):
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the forward, which are the sum over four groups of tensors:
+        """Return the working bytes of the forward, which are the sum over five groups of tensors:
         - queries, keys, values and the output
         - float32 copies of these tensors, if matrix products need such copies
         - values and outputs that are filled up with zeros (`latent.values`)
+        - copies of keys and values, if a CPU computes attention in blocks of queries
         - the scores that are in memory at the same time
         """
         if _in_ring(sizes):
@@ -255,8 +256,12 @@ class Attend(Operator):
         by_products = product_bytes(sizes, backward=False)
         if sizes.operand_bytes > each and not by_products:
             each += sizes.operand_bytes
-        width = core_shape(sizes).heads * sizes.key_value_size
+        shape = core_shape(sizes)
+        width = shape.heads * sizes.key_value_size
         scores = by_products + filled_bytes(sizes, backward=False)
+        if in_blocks(sizes) and not by_products:
+            copies = shape.kv_heads * sizes.keys * sizes.key_value_size
+            scores += copies * sizes.operand_bytes
         if sizes.model.attention_dropout > 0.0:
             # While the mask is drawn, the probabilities are still in float32 or float64.
             scores = self.drawing_bytes(sizes)
@@ -321,13 +326,13 @@ class Attend(Operator):
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward if a CPU computes attention in blocks of
-        queries. The result counts the gradients of all operands and of the output, a copy of the
-        output's gradient, and the gradients that one call of the kernel returns. A call has one
-        block of queries, with up to all keys."""
+        queries. The result counts the gradients of all operands and of the output, copies of the
+        output's gradient, of the keys and of the values, and the gradients that one call of the
+        kernel returns. A call has one block of queries, with up to all keys."""
         shape, d, both = core_shape(sizes), sizes.model.head_size, sizes.key_value_size
         block = queries_at_once(sizes)
         rows = shape.heads * (both * _rows(sizes) + 3 * d * block * sizes.layout.micro_size)
-        return (rows + 2 * both * shape.kv_heads * sizes.keys) * sizes.operand_bytes
+        return (rows + 3 * both * shape.kv_heads * sizes.keys) * sizes.operand_bytes
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that are needed to draw the dropout mask of the attention

@@ -288,9 +288,9 @@ class DataAxis:
                 (frozen,) = self._frozen(layer)
                 gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
                 whole_s, most_s = whole_s + count * gathered_s, max(most_s, gathered_s)
-        # Both a forward and a backward need no gather for one layer, whose weights are still in
-        # memory from the previous op. For a lower bound, this layer is the one with the slowest
-        # gather.
+        # In a forward and in a backward, the weights of one layer are still in memory from the
+        # previous op. For a lower bound, the gather of this layer is taken to be the slowest one,
+        # and is subtracted.
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:

@@ -52,7 +52,7 @@ from ptdmpi.plan.shape.parameters import first_linear
 
 # Kinds of error feedback in which each rank is the server of one slice of the gradient.
 SQUEEZED = ("double_squeeze", "neolithic")
-# Numbers of values that are at least read or written per element. Encoding (CODING_PASSES) reads
+# For each element, at least this many values are read or written. Encoding (CODING_PASSES) reads
 # the gradient, reads the stored error of the error feedback, and writes the new error. Decoding a
 # received code (DECODING_PASSES) reads and writes the sum. A decentralized step (PUBLIC_PASSES)
 # also reads and writes the approximate copies of weights that a rank keeps from earlier messages.

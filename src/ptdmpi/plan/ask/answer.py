@@ -11,8 +11,8 @@ from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
 MOST_INSIDE = 2  # If a panel has more lines than this, the legend is outside the panel.
-LETTERS_PER_PANEL = 56  # Maximum number of letters in a line of the title, per panel.
-MOST_SHORT = 1e8  # Labels below this have no power of ten.
+LETTERS_PER_PANEL = 56  # A line of the title has at most this many letters per panel.
+MOST_SHORT = 1e8  # A linear axis that ends below this has labels with all digits.
 # If the end of a logarithmic axis exceeds this many times its start, the labels are powers of ten.
 MOST_PLAIN = 300
 
@@ -126,7 +126,8 @@ def _separate_thousands(axis: Any) -> None:
     """Label a linear axis from 1,000 on with all digits, separated by thousands.
 
     By default, matplotlib prints 12000, and from 10^6 on it writes a power of ten at the end of the
-    axis. An axis whose labels would be too long keeps matplotlib's labels.
+    axis. An axis that ends at `MOST_SHORT` or later keeps matplotlib's labels, because labels with
+    all digits would be too long.
     """
     from matplotlib.ticker import FuncFormatter
 

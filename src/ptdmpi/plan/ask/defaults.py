@@ -9,14 +9,14 @@ from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model, preset_and_keys
 
 PREFERRED = ("bf16", "fp16")
-# Number of tokens in a step, if no batch is published for a preset. It is about 4 million, as
-# Touvron et al. 2023 (arXiv 2302.13971, section 2.2) use for all their models.
+# Number of tokens in a step, if no batch is published for a preset. Touvron et al. 2023 (arXiv
+# 2302.13971, section 2.2) use about 4 million tokens for all their models.
 USUAL_TOKENS = 2**22
 
 
 def default_batch(model: str) -> int:
-    """Return the global batch of `model`, in sequences per step. It is the batch that is published
-    for the model's preset, for example in a paper.
+    """Return the global batch of `model`, in sequences per step. By default, this is the batch that
+    was published for the model's preset, for example in a paper.
 
     If `model` changes the sequence length of the preset, the returned batch has as many tokens as
     the published batch. If no batch is published, the returned batch has about `USUAL_TOKENS`

@@ -336,7 +336,7 @@ def _training_sections(pricer: Pricer, layout: Layout) -> dict[str, dict[str, An
     if layout.dp_overlap:
         return None
     preset, keys = preset_and_keys(pricer.model.name)
-    keys.pop("vocab_size", None)  # the data of a run determines its vocabulary
+    keys.pop("vocab_size", None)  # in a run, the data determines this size
     sections: dict[str, dict[str, Any]] = {}
     if preset is not None:
         sections["model"] = {"preset": preset, **keys}

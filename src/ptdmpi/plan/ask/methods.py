@@ -22,8 +22,8 @@ from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.kernels import Group
 
 LEAST = {"method": "compressed", "compressor": "top_k", "ratio": 0.01}
-# Name of a method -> its section [data_parallel] of the configuration. The picture of the time by
-# the number of replicas shows only the first DRAWN methods.
+# Name of a method in the answer -> the section [data_parallel] of a configuration that selects this
+# method. The picture of the time by the number of replicas shows only the first DRAWN methods.
 METHODS: dict[str, dict[str, object]] = {
     "all_reduce": {},
     "parameter_server": {"method": "parameter_server"},

@@ -50,13 +50,13 @@ class TieredTimes(StepTimes):
     pod have the rates of the cluster file, and messages between pods have these rates divided by
     the factor.
 
-    All ranks wait for the slowest message. Therefore all messages between pipeline stages have the
-    lower rate if the layout spans several pods, and all messages of the data axis have the lower
-    rate unless each data-parallel group is inside one pod. Let t, c and d be the sizes of the
-    tensor, context and data axes. Consecutive ranks fill one node after the other, and a
-    data-parallel group lies in a block of t c d consecutive ranks. So each data-parallel group is
-    inside one pod if t c d divides the number of ranks in a pod, or if the whole layout fits into a
-    pod.
+    All ranks wait for the slowest message. Therefore one message between pods is enough to give all
+    messages of its kind the lower rate. Messages between pipeline stages have the lower rate if the
+    layout spans several pods. Messages of the data axis have the lower rate unless each
+    data-parallel group is inside one pod. Let t, c and d be the sizes of the tensor, context and
+    data axes. Consecutive ranks fill one node after the other, and a data-parallel group lies in a
+    block of t c d consecutive ranks. So each data-parallel group is inside one pod if t c d divides
+    the number of ranks in a pod, or if the whole layout fits into a pod.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
-    """Return the effect of each change of the machine on the step time, for two layouts: the layout
-    that is best before the change, and the layout that is best after the change. `pod_nodes` is the
-    number of nodes in a pod of a network with two tiers; None leaves out such networks."""
+    """Return the step times after each change of the machine, for two layouts: the best layout
+    before the change, and the best layout after the change. `pod_nodes` is the number of nodes in a
+    pod of a network with two tiers; None leaves out such networks."""
     changes: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
         note(f"ptdmpi ask: {name}")

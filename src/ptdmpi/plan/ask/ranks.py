@@ -15,7 +15,7 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
-# a lower bound of the memory for each parameter, in bytes, summed over all ranks of a replica
+# For each parameter, the ranks of a replica together need at least this many bytes of memory.
 LEAST_STATE_BYTES = 2
 
 
@@ -122,7 +122,7 @@ def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
         note(f"ptdmpi ask: searching layouts of {counted(ranks, 'rank')}")
         try:
             best = search(pricer, Space(ranks), 1)[0]
-        except InputError:  # there are too few ranks for the model, or too many for the batch
+        except InputError:  # too few ranks for the model, or too many for the batch
             continue
         costs.append(cost(best, pricer, tokens))
     return costs

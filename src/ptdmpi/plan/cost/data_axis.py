@@ -5,13 +5,14 @@ The context axis has c ranks, and the data axis has d ranks. S ranks form a shar
 one copy of the sharded state, so there are c d / S shard groups. In a step of m microbatches, each
 rank takes part in these messages:
 
-    ZeRO 0   one sum of the gradients over all c d ranks
-    ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
-             the weights after the update
-    ZeRO 2   m reduce-scatters of each unit, each after its backward; the sum over the groups and
-             the gather of ZeRO 1, unit by unit
-    ZeRO 3   the reduce-scatters and the sum of ZeRO 2, and a gather of each unit, including frozen
-             units, before its forward and before its backward, but not after the update
+    ZeRO 0   a sum of the gradients over all c d ranks
+    ZeRO 1   a reduce-scatter of the gradients within the shard group, a sum of each shard over the
+             shard groups, and a gather of the weights after the update
+    ZeRO 2   for each unit, a reduce-scatter after each of the m backwards, and then the sum and
+             the gather of ZeRO 1
+    ZeRO 3   for each unit, the reduce-scatters and the sum of ZeRO 2, and a gather of the weights
+             before each forward and each backward, but not after the update; frozen units are
+             also gathered
 
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 7; groups: Zhao et al. 2023, arXiv 2304.11277,
 section 3.2.2). A unit is the embedding, a layer, or the head; for DeepSpeed of 2021, each tensor is
@@ -57,9 +58,9 @@ class StagePlaces(NamedTuple):
     under ZeRO 2 or 3.
 
     `held` is the stage's part of the model. `gathers_weights` is True under ZeRO 3. `group` is the
-    shard group. `stays` is the number of places (embedding, layers or head) whose gathered weights
-    are still in memory from the previous op when an op begins. `gathers` is the number of times
-    that DeepSpeed gathers a tensor for a microbatch."""
+    shard group. A place is the embedding, a layer or the head. `stays` is the number of places that
+    an op need not gather, because their weights are still in memory from the previous op. `gathers`
+    is the number of times that DeepSpeed gathers a tensor for a microbatch."""
 
     held: ModelPart
     gathers_weights: bool
@@ -129,8 +130,8 @@ class DataAxis:
     def _dense_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds that ranks with different experts need to sum the gradients of all
         parameters outside experts. A rank has `elements` gradients. If the state is sharded, a rank
-        sums only its shard of these gradients. The estimate assumes that the fraction of parameters
-        outside experts is the same in embedding and head as in the layers."""
+        sums only its shard of these gradients. To keep the estimate simple, all `elements`
+        gradients are assumed to have the same fraction of parameters outside experts as a layer."""
         dense = self._dense_elements(layout.tensor)
         if layout.expert_tokens == 1 or not dense:
             return 0.0
@@ -139,10 +140,10 @@ class DataAxis:
         return self.machine.all_reduce_s(size, self._group(layout.expert_tokens, layout.tensor))
 
     def _experts_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds that tensor-parallel ranks with the same undivided experts need to sum
-        the gradients of these experts. A rank has `elements` gradients. The estimate assumes, as
-        `_dense_s` does, that the fraction of parameters in experts is the same in embedding and
-        head as in the layers."""
+        """Return the seconds that tensor-parallel ranks need to sum the gradients of experts that
+        the tensor axis does not divide, so that several tensor-parallel ranks have copies of them.
+        A rank has `elements` gradients. As in `_dense_s`, all `elements` gradients are assumed to
+        have the same fraction of expert parameters as a layer."""
         dealing = layout.dealing
         if dealing.same == 1:
             return 0.0
@@ -154,8 +155,9 @@ class DataAxis:
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
         """Return the messages after the pipeline as pairs (number of elements in a message, number
-        of such messages). The `elements` elements are sent in a single message, or, under ZeRO 2
-        and 3, in one message for each complete layer and one message for the remaining elements."""
+        of such messages). By default, the `elements` elements are sent in a single message. Under
+        ZeRO 2 and 3, if all weights of a layer are sent in one message (`Software.zero_unit`),
+        there is one message for each complete layer, and one message for the remaining elements."""
         layer = self.layer_elements(layout.tensor, layout.dealing)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
@@ -193,9 +195,10 @@ class DataAxis:
         return self._tied_s(layout.tensor, layout.sharing.gradient_shards, one_node)
 
     def _counted_tied_s(self, tensor: int, shards: int, one_node: bool) -> float:
-        """Return the seconds in which two ranks, on one node or on two nodes, sum their gradients
-        of a tied table. The table is divided among `tensor` tensor-parallel ranks, and the slice of
-        a rank is divided into `shards` shards. The two ranks sum one of these shards."""
+        """Return the seconds in which two ranks sum their gradients of a tied table. The two ranks
+        are on one node if `one_node` is True, and otherwise on two nodes. The table is divided
+        among `tensor` tensor-parallel ranks, and the slice of a rank is divided into `shards`
+        shards. The two ranks sum one of these shards."""
         table = self._table_elements(tensor) * self.gradient_bytes / shards
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 
@@ -210,8 +213,9 @@ class DataAxis:
             held=stage,
             gathers_weights=layout.shards_weights,
             group=self.shard_group(layout),
-            # only 1F1B alternates forwards and backwards on one chunk, so that each op begins with
-            # the layer with which the previous op ended
+            # With 1F1B, a rank alternates between forwards and backwards of one chunk. A forward
+            # ends with the chunk's last layer, and the next backward begins with this layer, so its
+            # weights are still in memory.
             stays=int(layout.schedule == "1f1b"),
             gathers=_gathers(layout),
         )
@@ -228,7 +232,8 @@ class DataAxis:
                 size = sum(map(sum, places))
                 whole_s = self.machine.reduce_scatter_s(size * self.gradient_bytes, group)
                 return InOps(0.0, whole_s, whole_s)
-            # Rajbhandari et al. 2020, section 7.2.2: the weights are freed after each use
+            # The weights are freed after each use, and gathered again for the next use (Rajbhandari
+            # et al. 2020, section 7.2.2).
             again_s = (stage.gathers - 1) * gathered_s
             return InOps(gathered_s, again_s + summed_s, summed_s / (held.layers + 1))
         pairs = []
@@ -242,12 +247,12 @@ class DataAxis:
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
             for pair, units in zip(pairs, self._frozen(held), strict=True)
         ]
-        # skip layers without a backward, which have only frozen weights
+        # Layers without a backward come first, and need no weights in the backward.
         skipped = held.idle + (held.idle > 0 and held.first)
         forward_s = sum(gathered[stage.stays :])
         backward_s = sum(gathered[skipped : len(gathered) - stage.stays])
-        # in the first forward of a step, no gathered weights are in memory, because the update has
-        # changed the weights
+        # The first forward of a step must also gather the first place, because the update has
+        # changed its weights.
         first_s = gathered[0]
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
 
@@ -283,15 +288,16 @@ class DataAxis:
                 (frozen,) = self._frozen(layer)
                 gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
                 whole_s, most_s = whole_s + count * gathered_s, max(most_s, gathered_s)
-        # in the forward and in the backward, the weights of one layer are still in memory from the
-        # previous op and need no gather
+        # In a forward and in a backward, the weights of one layer are still in memory from the
+        # previous op. For a lower bound, the gather of this layer is taken to be the slowest one,
+        # and is subtracted.
         return share * least_s + 2 * max(0.0, share * whole_s - most_s)
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
         """Return two times in seconds: the time to gather the weights of a unit (such as a layer)
         of `elements` elements, and the time to sum the unit's gradient. To sum the gradient, a rank
-        clears and fills a buffer for the whole unit. The buffer is reduce-scattered, and the rank
-        adds the result to its shard."""
+        clears and fills a buffer for the whole unit, takes part in a reduce-scatter of this buffer,
+        and adds the result to its shard of the summed gradients."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)
@@ -300,16 +306,16 @@ class DataAxis:
     # -- tensor by tensor ------------------------------------------------------------------------
 
     def _counted_tensors(self, tensor: int, kind: LayerKind | None = None) -> tuple[int, ...]:
-        """Return the number of elements of each trained weight of a layer of kind `kind` on one of
+        """Return the number of elements of each trained weight in a layer of kind `kind`, on one of
         `tensor` tensor-parallel ranks. If `kind` is None, the result is for the last layer."""
         every = trained(parameters.layer(self.model, kind).values())
         return tuple(size for part in every for size in part.weights(tensor))
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
-        """Return (seconds to gather weights, seconds to sum gradients). Both are sums over all
-        tensors of the stage `held`: those of its layers, and the vocabulary's table if the stage
-        has it. Each tensor is sent in a separate message, and the time for a small tensor is mostly
-        latency, so the total size alone does not determine the time."""
+        """Return (seconds to gather weights, seconds to sum gradients). Both times are sums over
+        the tensors of the stage `held`: all tensors of its layers, and the vocabulary's table if
+        the stage has it. Each tensor is sent in a separate message, and the time for a small tensor
+        is mostly latency, so the total size alone does not determine the time."""
         gathered_s = summed_s = 0.0
         for kind, count in held.runs:
             for size in self.layer_tensors(held.tensor, kind):
@@ -325,9 +331,10 @@ class DataAxis:
         return gathered_s, summed_s
 
     def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return two times in seconds: the time to clear a buffer and gather a tensor of `elements`
-        elements into it, and the time to sum the tensor's gradient and divide it by the
-        data-parallel size. Both include the copies that torch's list collectives make."""
+        """Return two times in seconds for a tensor of `elements` elements. In the first, a buffer
+        is cleared, and the tensor is gathered into the buffer. In the second, the tensor's gradient
+        is summed and divided by the data-parallel size. Both times include the copies that torch's
+        list collectives make."""
         machine = self.machine
         weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
         gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)
@@ -336,9 +343,9 @@ class DataAxis:
         return gathered_s + listed_s, summed_s + listed_s
 
     def _listed_s(self, elements: int, ranks: int) -> float:
-        """Return the seconds that torch's list collectives add for a tensor of `elements` elements:
-        for each rank, such a collective makes a view of the rank's slice of the tensor and launches
-        a kernel that copies the slice."""
+        """Return the seconds that a list collective of torch takes in addition to its message, for
+        a tensor of `elements` elements. For each rank, it makes a view of the rank's slice of the
+        tensor, and launches a kernel that copies the slice."""
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s

@@ -15,7 +15,7 @@ from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED, SECOND = "tied", "second"
-OF_EXPERTS = " experts"  # the name of a unit that consists of experts ends with this text
+OF_EXPERTS = " experts"  # end of the name of a unit that consists of experts
 
 
 class HeldParts:
@@ -89,15 +89,15 @@ class HeldParts:
         the names of the units that each place uses. A unit is a set of parameters that
         data-parallel ranks send in one message.
 
-        Numbers of elements are rounded up so that a unit can be divided into `shards` equal shards.
-        If `apart` is False, all parts form one unit, with the exceptions below. If `apart` is True
-        (for ZeRO 2 and 3, and for exchanges that overlap with the forward), each layer, the
-        embedding and the head are separate units. A tied table is a separate unit if there are
-        several shards. If a rank uses a tied table both as embedding and as head, the table's
-        gradient from the head is always a separate unit without weights (`SECOND`). If experts are
-        distributed over ranks, they are in separate units (see `of_experts`). If `trains` is False,
-        the units contain the frozen weights that ZeRO 3 gathers, and their names begin with
-        "frozen". Quantized weights are in no unit.
+        The number of elements of a unit is rounded up, so that the unit can be divided into
+        `shards` equal shards. If `apart` is True (for ZeRO 2 and 3, and for exchanges that overlap
+        with the forward), each layer, the embedding and the head are separate units. If `apart` is
+        False, all parts form one unit. In both cases, the following parts are exceptions. A tied
+        table is a separate unit if there are several shards. If a rank uses a tied table both as
+        embedding and as head, the table's gradient from the head is always a separate unit without
+        weights (`SECOND`). If experts are distributed over ranks, they are in separate units (see
+        `of_experts`). If `trains` is False, the units contain the frozen weights that ZeRO 3
+        gathers, and their names begin with "frozen". Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -131,9 +131,9 @@ class HeldParts:
         return low_bit is not None and not part.trains and layers and isinstance(part, Linear)
 
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
-        """Yield, for each op of a rank (`order`), the places (embedding, layers and head) that the
-        op computes, in the form that `places.gathers` reads: (places, 1) for a forward, (places,
-        -1) for a backward."""
+        """Yield a pair for each op in `order`, the ops of a rank: the places (embedding, layers and
+        head) that the op computes, and 1 for a forward or -1 for a backward. The function
+        `places.gathers` reads these pairs."""
         for op in order:
             places = places_of(self.layers[op.stage], self.model.layers)
             if op.row.keeps == ACTIVATIONS:
@@ -143,8 +143,8 @@ class HeldParts:
 
     def _skipped(self, places: Sequence[str]) -> int:
         """Return the number of places (embedding, layers or head) at the beginning of a stage whose
-        backward needs no weights. Such places come before the first trained weight, or are an
-        embedding that only looks up rows of its tables."""
+        backward needs no weights. The backward of an embedding that only looks up rows needs no
+        weights. Places before the first trained weight have no backward."""
         count = 0
         for place in places:
             parts = self._parts_of(place).values()
@@ -155,11 +155,11 @@ class HeldParts:
         return count
 
     def crossings(self, rank: int) -> int:
-        """Return the number of pairs (stage of this rank, neighbouring stage) in which the
-        neighbouring stage is on another rank.
+        """Return the number of pairs (stage of this rank, previous or next stage of the model) in
+        which the other stage is on another rank.
 
-        For each microbatch and each such pair, the rank sends one tensor and receives one. One of
-        the two tensors is an activation, and the other is the gradient of an activation.
+        For each microbatch and each such pair, the rank sends one tensor and receives one: an
+        activation in one direction, and its gradient in the other.
         """
         stages = range(self.placed.stages)
         return sum(

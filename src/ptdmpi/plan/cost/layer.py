@@ -37,7 +37,7 @@ class Seconds:
     """Three kinds of times, in seconds: of kernels (`compute`), of the messages for which kernels
     wait, and of the host, which launches kernels and messages. The messages are sent over the
     tensor axis (`messages`), over the context axis (`context`), and to ranks with other experts
-    (`expert`). If the host is slower than the device, kernels start later."""
+    (`expert`). If the host needs more time than the device, the device waits for launches."""
 
     compute: float = 0.0
     messages: float = 0.0
@@ -151,9 +151,9 @@ class TensorRank:
         return self._exposed_s(seconds, message, overlaps)
 
     def _exposed_s(self, seconds: float, message: Message, overlaps: bool) -> float:
-        """Return the part of a message's time `seconds` that does not overlap with kernels. If
-        `overlaps` is True, the message overlaps with the kernels `message.behind`. Otherwise it
-        overlaps with no kernel."""
+        """Return the part of a message's time `seconds` for which no kernel runs. If `overlaps` is
+        True, the kernels `message.behind` run during the message. Otherwise no kernel runs during
+        the message."""
         if not overlaps:
             return seconds
         return max(0.0, seconds - sum(self.kernel_s(kernel) for kernel in message.behind))
@@ -226,8 +226,9 @@ class LayerTimes(TensorRank):
     @cached_property
     def split_backward(self) -> Seconds:
         """Return the time of a split backward: the sum of I (gradient of the input) and W
-        (gradients of the weights). Unlike in an unsplit backward, the messages of I do not overlap
-        with the computation of weight gradients, which is done later, in W."""
+        (gradients of the weights). In an unsplit backward, messages overlap with the computation of
+        weight gradients. In a split backward, weight gradients are computed later, in W, so the
+        messages of I do not overlap with this computation."""
         kernels = backward_kernels(self.rows, self.sizes)
         return self.seconds(kernels, self._messages("inputs")) + self.weights
 
@@ -249,7 +250,8 @@ class LayerTimes(TensorRank):
 
     @cached_property
     def _selective(self) -> Seconds:
-        """Return the time of selective recomputation."""
+        """Return the time of selective recomputation, which computes some operators of the layer
+        again (`Operator.recomputed_selectively`)."""
         rows = [row for row in self.rows if row.recomputed_selectively]
         again = (kernel for row in rows for kernel in row.recomputed(self.sizes))
         return self.seconds(again, ())
@@ -281,8 +283,8 @@ def backward_kernels(
     """Yield the kernels that the operators `rows` run in a backward pass, except those that compute
     the gradients of weights (`weight_kernels`).
 
-    If `input_trains` is False, the operators up to and including the first trained operator compute
-    no gradient of their input.
+    If `input_trains` is False, nothing before these operators is trained. The operators up to and
+    including the first trained operator then compute no gradient of their input.
     """
     for row, trains in with_inputs(rows, input_trains):
         if trains:

@@ -39,7 +39,9 @@ CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # largest number of results that `MemoryModel._held` caches
 
 
-# The properties of a stage that determine its memory, in the order in which `_sort` returns them.
+# The properties of a stage that determine its memory (see `_sort`): its layers without a backward,
+# its other layers, True if the stage is the model's first, and True if the stage is the model's
+# last.
 Sort = tuple[Runs, tuple[tuple[LayerKind, str, int], ...], bool, bool]
 
 
@@ -60,9 +62,10 @@ class StateBytes(NamedTuple):
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
     """Return (bytes of optimizer state on the device, bytes in the host's memory). `optimizer` is
-    the bytes of a rank's optimizer state. `rooms` is the bytes of the buffers that an update on the
-    host needs in addition. If ranks compute on the host (`on_host`), the device's memory is the
-    host's memory, so all bytes are counted on the device, and the second number is 0."""
+    the bytes of a rank's optimizer state. `rooms` is the bytes of the additional buffers that the
+    host needs if it updates the weights. If ranks compute on the host (`on_host`), the device's
+    memory is the host's memory, so all bytes are counted on the device, and the second number is
+    0."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -73,7 +76,7 @@ def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[in
 
 def _how(layout: Layout) -> tuple[Sharing, str]:
     """Return two settings of a layout: the sharding of its state, and the value of
-    `parallel.offload`, which says to which memory the state is offloaded."""
+    `parallel.offload`, which says where the optimizer state is stored."""
     return layout.sharing, layout.offload
 
 
@@ -139,11 +142,11 @@ class MemoryModel:
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return pipeline ranks that include the rank with the highest peak. With some schedules,
-        an earlier rank holds at least as many microbatches as a later rank (`earlier_holds_more`).
-        Among ranks with equal stages, the first rank then needs the most memory. So for each group
-        of ranks with equal stages, the result has only the first rank. With other schedules, the
-        result has all ranks."""
+        """Return the pipeline ranks among which the rank with the highest peak must be. With some
+        schedules (`earlier_holds_more`), an earlier rank holds at least as many microbatches as a
+        later rank. Of several ranks with equal stages, the first rank then needs the most memory.
+        With these schedules, the result therefore has only the first rank of each group of ranks
+        with equal stages. With other schedules, the result has all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -162,9 +165,9 @@ class MemoryModel:
     def _counted_sorts(
         self, cut: Cut, recompute_layers: int | None, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Group the stages of a pipeline rank by their properties (`_sort`). In every layout, the
-        stages of one group need the same memory. Return (one stage of each group, the index of each
-        stage's group)."""
+        """Group the stages of a pipeline rank by their properties (`_sort`). Whatever the other
+        settings of the layout are, the stages of one group need the same memory. Return (one stage
+        of each group, the index of each stage's group)."""
         layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
@@ -182,8 +185,8 @@ class MemoryModel:
     ) -> Sort:
         """Return the four properties that determine the memory of the stage `stage`: its layers
         without a backward, its other layers (grouped by kind of layer and mode of recomputation),
-        and whether it is the model's first or its last stage. `own` is the range of the stage's
-        layers."""
+        True if it is the model's first stage, and True if it is the model's last stage. `own` is
+        the range of the stage's layers."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         runs = self.stages.runs_of
@@ -214,8 +217,9 @@ class MemoryModel:
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        """Return two numbers of bytes at the op during which a rank needs the most memory: the
-        tensors that are kept for the microbatches in flight, and the working memory of the op."""
+        """Find the op during which a rank needs the most memory, and return two numbers of bytes:
+        the tensors that are kept for the microbatches in flight at this time, and the working
+        memory of the op."""
         key = (rank, _flight_key(layout, microbatches))
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
@@ -280,8 +284,9 @@ class MemoryModel:
         self, layout: Layout, ranks: tuple[int, ...], microbatches: int
     ) -> Iterator[int]:
         """Yield, for each pipeline rank in `ranks`, a lower bound of the bytes of activations that
-        the rank keeps at its peak. For the bound, each forward that runs before the rank's first
-        backward is assumed to keep as many bytes as a forward of the smallest stage. The bound is
+        the rank keeps at its peak. Before the first op that frees memory, the rank runs at least a
+        known number of forwards (`ahead` of the schedule). Each of them keeps at least the
+        activations of the rank's smallest stage. The bound is the product of both numbers. It is
         fast to compute, because the ops are not visited one by one."""
         shared = _flight_key(layout, microbatches)
         for rank in ranks:
@@ -345,8 +350,8 @@ class MemoryModel:
         type of the master weights, no separate master weights are counted."""
         sharing, offload = how
         every, train, shared = self.stages.elements_of(cut, tensor, rank)
-        # a tied table has one weight and one optimizer state, but two gradients, because the
-        # embedding and the head each have a gradient of their own until the two are summed
+        # A tied table has one weight and one optimizer state. But it may have two gradients, one of
+        # the embedding and one of the head, until these are summed.
         second = shared * self.software.tied_gradients_apart
         counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
@@ -356,14 +361,13 @@ class MemoryModel:
         weights += self.stages.frozen_bytes(
             cut, tensor, rank, frozen=every - train, shards=sharing.weight_shards
         )
-        # Muon stores one value fewer for an element of a matrix than for other parameters, so the
-        # rank whose shard has the fewest elements of matrices has the most state
+        # Muon stores one value fewer for each element of a matrix. Therefore the rank whose shard
+        # has the fewest elements of matrices has the most state, and this rank is counted.
         if self.method.matrices:
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # bytes of the buffers in the host's memory if the host updates the weights: each parameter
-        # needs a buffer for its gradient, and, without separate master weights, also one for its
-        # weight
+        # If the host updates the weights, it needs a buffer for each parameter's gradient. Without
+        # separate master weights, it also needs a buffer for each parameter's weight.
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)
@@ -371,10 +375,9 @@ class MemoryModel:
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
-        """Return four sizes in bytes for one parameter: the size of its weight, of its gradient, of
-        the gradient's float32 copy (0 unless gradients are summed in fp16 or bf16), and of its
-        optimizer state. The optimizer state includes a separate master weight if weights are in a
-        16-bit type."""
+        """Return four sizes in bytes for one parameter: its weight, its gradient, the gradient's
+        float32 copy (0 unless gradients are summed in fp16 or bf16), and its optimizer state. The
+        optimizer state includes a separate master weight if weights are in a 16-bit type."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
         state = self.method.kinds + (self.compute_bytes < FLOAT32.bytes)
@@ -402,11 +405,12 @@ class MemoryModel:
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """Return the bytes that every backward of a rank needs in addition to its own working
-        memory: an activation and a gradient in transit for each neighbouring stage, and gathered
-        parts of sharded state."""
+        memory: an activation and a gradient in transit for each neighbouring stage, and, if the
+        state is sharded, temporary whole gradients and weights."""
         stages = placement_of(layout).stages_of(rank)
-        # a rank with several stages may have neighbouring stages on both sides, even if one of its
-        # stages is the model's first or last stage
+        # `sides` is the number of directions in which the rank has neighbouring stages: previous
+        # and next. A rank with several stages may have both, even if it has the model's first or
+        # last stage.
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         around = 2 * sides * self.stages.parts(layout).sizes.boundary_bytes
         return around + self._whole_bytes(layout, rank)
@@ -420,17 +424,18 @@ class MemoryModel:
             return 0
         place, pair, whole = self.stages.largest_places(Cut.of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
-        # on a GPU a gradient is summed while the next place is computed, so the gradients of two
-        # places are in memory
+        # On a GPU, the reduce-scatter of a place's gradient overlaps with the computation of the
+        # next place, so the gradients of two places are in memory at the same time.
         gradients = place if self.on_host else pair
         if self.software.zero_unit == "tensor":
-            gradients += place  # torch's list collectives work on a copy of the whole tensor
+            gradients += place  # list collectives of torch copy the whole tensor
         return gradients * gradient + whole * self.compute_bytes * layout.shards_weights
 
 
 def _flight_key(layout: Layout, microbatches: int) -> tuple[object, ...]:
-    """Return the settings that determine the memory of a pipeline rank's ops. Sharding is not among
-    these settings, so a search that tries several shardings of a layout reuses the result."""
+    """Return the settings of a layout that determine the memory of a pipeline rank's ops. The
+    settings are the key of a cache of this memory. Sharding is not among them, so a search that
+    tries several shardings of a layout computes the memory only once."""
     sizes = (layout.dealing, layout.pipeline, layout.virtual, layout.first_layers)
     how = (layout.schedule, layout.recompute, layout.recompute_layers)
     return activation_key(layout), *sizes, *how, microbatches
@@ -442,12 +447,12 @@ def _beside(
     """Return the working memory of a rank, in bytes, in addition to the `kept` bytes of
     activations. `at` is (pipeline rank, microbatches of a step).
 
-    The result is the larger of two amounts, because the two are needed at different times. The
+    The result is the larger of two amounts of memory, which are needed at different times. The
     first amount is needed during a backward: the working memory of the op (`working`),
     `beside_bytes`, and, with `run.reproducible`, sums of gradients in a binary tree. The second
     amount is needed after the last backward: the memory of the messages between data-parallel
-    ranks, of further sums in this tree, or of an update of whole matrices. At that time, the memory
-    of the activations is free again, so its bytes are subtracted from the second amount.
+    ranks, of further sums in this tree, or of an update of whole matrices. At that time, the `kept`
+    bytes of the activations are free again, so they are subtracted from the second amount.
 
     If the messages overlap with the computation of the next step, their memory is added to the
     first amount. In decentralized training, copies of the neighbours' weights (`copies_bytes` of
@@ -461,8 +466,8 @@ def _beside(
     if method.reproducible:
         during, after = tree.most_sums(microbatches, layout.data)
         each = memory.gradient_bytes(layout, rank)
-        # a microbatch's gradient becomes a leaf of the tree only after the microbatch's activations
-        # are freed
+        # The gradient of a microbatch is added to the tree after its backward. Without a pipeline,
+        # the activations are free at that time.
         free = kept if layout.pipeline == 1 else 0
         working = max(working + during * each, after * each - free)
     if method.matrices:
@@ -472,7 +477,7 @@ def _beside(
             work.room_bytes(layout.tensor, size, widens=widens)
             for work in memory.stages.dealt(*how)
         )
-        # the `kept` bytes of activations are free during the update
+        # During the update, the `kept` bytes of activations are free.
         working = max(working, room - kept)
     if method.section.overlap:
         return copies + working + messages

@@ -52,11 +52,10 @@ from ptdmpi.plan.shape.parameters import first_linear
 
 # Kinds of error feedback in which each rank is the server of one slice of the gradient.
 SQUEEZED = ("double_squeeze", "neolithic")
-# The smallest numbers of values that are read or written per element: CODING_PASSES in encoding,
-# DECODING_PASSES in decoding, and PUBLIC_PASSES in decentralized steps. Encoding reads the gradient
-# and the stored error of the error feedback, and writes the new error. Decoding a received code
-# reads and writes the sum. Decentralized steps also read and write the approximate copies of
-# weights that a rank keeps from earlier messages.
+# For each element, at least this many values are read or written. Encoding (CODING_PASSES) reads
+# the gradient, reads the stored error of the error feedback, and writes the new error. Decoding a
+# received code (DECODING_PASSES) reads and writes the sum. A decentralized step (PUBLIC_PASSES)
+# also reads and writes the approximate copies of weights that a rank keeps from earlier messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
@@ -90,9 +89,9 @@ def neighbours(name: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Told:
-    """The sizes of a rank's messages: the number of `elements`, the bytes of one element of its
-    gradients and of its master weights, and the shape (lines, length of a line) of the tiles that
-    PowerSGD factorizes."""
+    """The numbers that determine the sizes of a rank's messages. The rank has `elements` gradients
+    of `gradient_bytes` bytes each, and as many master weights of `master_bytes` bytes each. `tile`
+    is the shape (lines, length of a line) of the tiles that PowerSGD factorizes."""
 
     elements: float
     gradient_bytes: int
@@ -128,11 +127,12 @@ def told_of(
     """Return the message sizes of a rank with `elements` parameters. `gradient_bytes` and
     `master_bytes` are the sizes of one element.
 
-    In attention, a tile of PowerSGD has the lines (rows of a weight) of one head. In the MLP and in
-    the vocabulary's table, a tile has 1/n of the lines, with n = gcd(heads, ffn_hidden). If n does
-    not divide the size of the vocabulary, each row of the table is sent uncompressed. The result
-    has a single shape for the tiles of all parameters. The number of lines of this shape is the
-    harmonic mean, over all elements, of the number of lines of the element's tile.
+    PowerSGD factorizes tiles, which consist of neighbouring lines (rows of a weight). In attention,
+    a tile has the lines of one head. In the MLP and in the vocabulary's table, a tile has 1/n of
+    the lines, with n = gcd(heads, ffn_hidden). If n does not divide the size of the vocabulary,
+    each row of the table is sent uncompressed. For simplicity, the result has a single shape for
+    all tiles. The number of lines in this shape is a harmonic mean of the numbers of lines of all
+    tiles, each weighted with the tile's number of elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
@@ -159,9 +159,9 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Return the approximate bytes of the codes that one of `n` ranks exchanges in a step, by kind
-    of message. For an all-gather and an all-reduce, the result has the bytes of the whole tensor
-    (`ptdmpi.base.traffic`)."""
+    """Return the approximate bytes of the codes that one of `n` ranks exchanges in a step, as a
+    dict from the kind of message to bytes. For an all-gather and an all-reduce, these are the bytes
+    of the whole tensor (as in `ptdmpi.base.traffic`)."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # a rank sends its code to each neighbour
@@ -264,8 +264,7 @@ class MethodAxis(DataAxis):
                     told_s += (1 - averaging) * (self._neighbours_s(mixed, group) + sums_s)
                 return told_s
             case "decentralized":
-                # number of codes that a rank encodes or decodes: its own code and the received
-                # codes
+                # codes that a rank reads: its own code and the received codes
                 every = 1 + neighbours(section.topology, n)
                 passes = CODING_PASSES + every * PUBLIC_PASSES
                 coding_s = machine.stream_s(passes * sizes.masters)
@@ -314,12 +313,13 @@ class MethodAxis(DataAxis):
             passes += DECODING_PASSES
         elif section.error_feedback in SQUEEZED:
             start_s = self._send_s(0.0, group)
-            # each server receives n - 1 messages at the same time, so their bytes add up, but only
-            # one latency counts
+            # Each server receives n - 1 messages at the same time. The times of their bytes add up,
+            # but only one latency counts.
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            # each of n ranks averages 1/n of the elements: it decodes this part of the gradients of
-            # n ranks, and later all n averaged parts
+            # As a server, each of n ranks decodes 1/n of the elements from each of n ranks. Later
+            # the rank decodes the averages of all elements. Together, it decodes each element
+            # twice.
             passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)
@@ -348,8 +348,8 @@ class MethodTimes(StepTimes):
     """The times, in seconds, of steps with a given data-parallel method, which determines the
     messages between replicas and the state that each replica keeps.
 
-    This class is used only to price layouts that a user gives. A search does not choose the method,
-    because another method would change the training.
+    `ptdmpi` uses this class only to price layouts that a user gives. A search does not choose the
+    method, because another method would change the training.
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:

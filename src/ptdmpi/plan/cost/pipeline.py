@@ -84,17 +84,18 @@ class StageTimes:
         """Return a lower bound of the pipeline's time, in seconds. The bound holds for every order
         of ops.
 
-        For each rank, three times are added: the time of the work that other ranks must do before
-        this rank's first forward, the time of all work of this rank, and the time of the work that
-        other ranks must do after its last backward. The bound is the maximum of these sums over the
-        ranks. If backwards are split, the third time is 0: after the last I (gradient of the
-        input), only weight gradients remain, which all ranks can compute at the same time.
+        For each rank, three times are added. The first is the time of the work that other ranks
+        must do before this rank's first forward. The second is the time of all work of this rank.
+        The third is the time of the work that other ranks must do after this rank's last backward.
+        The bound is the maximum of these sums over the ranks. If backwards are split, the third
+        time is 0: after the last I (gradient of the input), only weight gradients remain, which all
+        ranks can compute at the same time.
         """
         bound = before = after = 0.0
         seen: set[int] = set()
         for stage in range(self.placed.stages):
             rank = self.placed.rank_of(stage)
-            if rank not in seen:  # the first stage that is on this rank
+            if rank not in seen:  # `stage` is the first one on this rank
                 seen.add(rank)
                 arrival, work = before, self.busy_s(rank, microbatches)
                 if self.overlap:
@@ -115,9 +116,10 @@ class StageTimes:
 @dataclass(frozen=True)
 class _Numbered:
     """A schedule in which integers represent the ops. For each rank, `orders` has three integers
-    per op: the number of the op, the number of the op on another stage that produces its input (-1
-    if there is none), and the index in `ops` of an op of the same kind in the same stage. `count`
-    is the number of all ops."""
+    per op. The first is the number of the op. The second is the number of the op on another stage
+    that produces its input, or -1 if there is none. The third is an index in `ops`, which has one
+    op for each kind of op and each stage, because all microbatches take the same time. `count` is
+    the number of all ops."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]
@@ -156,18 +158,18 @@ def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     """Return the seconds from the first forward to the last backward in the schedule `kind`.
 
     For a schedule with more than `MOST_OPS` ops, the time is extrapolated from fewer microbatches.
-    This is possible because each further microbatch adds the same time in the steady state of the
-    pipeline.
+    In the pipeline's steady state, each further round of microbatches adds the same time, so the
+    extrapolation is good.
     """
     p, stages = times.placed.pipeline, times.placed.stages
-    # `most` is a multiple of p, so that it consists of whole rounds of p microbatches; the steady
-    # state begins after the first round
+    # A round is p microbatches. `most` microbatches are whole rounds, and at least two, because the
+    # steady state begins after the first round.
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
-    # both simulated numbers of microbatches include the incomplete round of `rest` microbatches.
-    # Such a round does not take the fraction rest / p of a whole round's time, because an
-    # interleaved schedule pads the round
+    # Both simulations include the incomplete round of `rest` microbatches. The time of an
+    # incomplete round cannot be extrapolated from whole rounds, because an interleaved schedule
+    # pads the round.
     rest = microbatches % p
     shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most
@@ -208,8 +210,7 @@ class _Pass:
 
     def _advance(self, rank: int) -> None:
         """Run the ops of one rank until an op must wait for its input from another rank."""
-        # attributes are copied to local names, because a search spends most of its time in this
-        # loop
+        # Local names are faster than attributes, and a search spends most of its time in this loop.
         order, ends, waiting = self.orders[rank], self.ends, self.waiting
         durations, travels = self.durations, self.travels
         clock = self.clocks[rank]

@@ -153,13 +153,13 @@ class Pricer:
         """Return, in seconds, the part of `rough_bound_s` that does not depend on sharding."""
         config = self.model.config
         p, fewest = layout.pipeline, config.layers // layout.stages
-        if config.has_unlike_layers:  # if layers differ in work, a stage may have few layers
+        if config.has_unlike_layers:  # a stage of slow layers may have only one
             fewest = 1
         worked_s, passed_s = self._rough(layout)
         # A rank waits for the ranks before it while the pipeline fills, and for the ranks after it
-        # while the pipeline drains. Averaged over the ranks, each of these two groups has half of
-        # the other ranks. If the first stage has fewer layers, the other ranks wait for it for a
-        # shorter time.
+        # while the pipeline drains. On average over the ranks, half of the p - 1 other ranks are
+        # before a rank, and half are after it. If the first stage has fewer layers, the other ranks
+        # wait for this stage for a shorter time.
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
@@ -185,12 +185,14 @@ class Pricer:
             for kind, count in self.model.config.runs():
                 layer = self.times.layer(layout, kind, microbatches)
                 back = Seconds() if kind.idle else backward_of(layer, layout)
-                # if only some layers are recomputed, the bound ignores recomputation
+                # If only some layers are recomputed, the bound ignores recomputation, so it stays a
+                # lower bound.
                 if layout.recompute_layers is None and not kind.idle:
                     back = back + layer.recomputed(layout)
                 layers_s += count * (layer.forward.total + back.total)
-                # if backwards are split, the bound contains no wait at the end of the step, because
-                # all ranks can then compute gradients of weights (see `StageTimes.lower_bound_s`)
+                # If backwards are split, the bound contains no wait at the end of the step, because
+                # the ranks compute gradients of weights at that time (see
+                # `StageTimes.lower_bound_s`).
                 waited = layer.forward.total + back.total * (not splits(layout))
                 passed = min(passed, waited)
             work = microbatches * layers_s
@@ -218,9 +220,8 @@ class Pricer:
         return config.layers - config.idle()
 
     def may_fit(self, layout: Layout) -> bool:
-        """Return False if even the mean of the ranks' weights, gradients and optimizer state does
-        not fit into a device's memory. In this case the layout cannot fit, whatever its other
-        settings are."""
+        """Return False if the layout certainly does not fit: if even the mean, over the ranks, of
+        the bytes of weights, gradients and optimizer state is more than a device's memory."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
         each = self.times.data.layer_elements(t, layout.dealing)

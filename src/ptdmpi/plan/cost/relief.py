@@ -103,8 +103,8 @@ class Step:
         return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
-        """Return a copy of this `Step` with `grown` times as many ranks and with the values `keys`
-        of configuration keys. Return None if its layout is not legal."""
+        """Return a copy of this `Step` with `grown` times as many ranks and with new settings:
+        `keys` maps configuration keys to values. Return None if its layout is not legal."""
         fields: dict[str, Any] = {
             FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
         }
@@ -183,14 +183,14 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "selective"})
     partitions = layout.partition_activations
     if layout.tensor > 1 and not layout.sequence_parallel:
-        # sequence parallelism divides all activations that `partition_activations` divides, and
-        # other activations
+        # Sequence parallelism divides all activations that `partition_activations` divides, and
+        # more, so `partition_activations` is not needed in addition.
         divides: Keys = {"parallel.sequence_parallel": True}
         if partitions:
             divides["recompute.partition_activations"] = False
         steps.append(divides)
-    # ZeRO 1 is tried early, because it sends no more bytes than ZeRO 0, and also divides the
-    # optimizer's work
+    # ZeRO 1 comes early, because it costs no time: it sends no more bytes than ZeRO 0, and also
+    # divides the optimizer's work among the ranks.
     sharded = range(layout.zero + 1, step.most_zero + 1)
     if layout.copies * grown == 1:
         sharded = range(0)
@@ -205,8 +205,8 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "full"})
     elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
         steps.append({"recompute.partition_activations": True})
-    # ZeRO 2 and 3 are tried late, because they send for each microbatch the bytes that ZeRO 0 and 1
-    # send once in a step
+    # ZeRO 2 and 3 come late, because they send gradients or weights for each microbatch, where ZeRO
+    # 0 and 1 send them once in a step.
     steps += [{"parallel.zero": zero} for zero in sharded if covers_gradients(zero)]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})

@@ -62,9 +62,9 @@ class KindBytes:
 
 @dataclass(frozen=True)
 class SplitBytes:
-    """Bytes of the operands that a split backward keeps from I (gradient of the input) to W
-    (gradients of the weights) in the embedding and in the head, for one microbatch. `head_adds` is
-    the working memory that W needs in addition to the operands of the head.
+    """Bytes of the operands that a split backward of the embedding and of the head keeps from I
+    (gradient of the input) to W (gradients of the weights), for one microbatch. `head_adds` is the
+    working memory that W needs in addition to the operands of the head.
     """
 
     embedding: int
@@ -73,9 +73,9 @@ class SplitBytes:
 
 
 class Cut(NamedTuple):
-    """The properties of a layout that determine which part of the model each rank has: the
-    placement of stages on ranks, the number of layers of the first stage (None if the planner
-    chooses it), and the distribution of experts over ranks."""
+    """The properties of a layout that determine which part of the model each rank has. `placed` is
+    the placement of stages on ranks. `first` is the number of layers in the first stage, or None if
+    the planner chooses it. `dealing` is the distribution of experts over ranks."""
 
     placed: Placement
     first: int | None
@@ -129,9 +129,10 @@ class StageMemory:
     trains the model in the compute type `precision`, on CPUs if `on_host` is True and on GPUs
     otherwise.
 
-    A result that is the same for several layouts is computed only once. `runs_of` returns the runs
-    of equal layers in a range of layers. `layers_of` returns the layers of each stage of a `Cut`.
-    `elements_of` returns three numbers of parameters of a pipeline rank (`_counted_elements`).
+    A result that is the same for several layouts is computed only once. `runs_of` divides a range
+    of layers into groups of neighbouring layers of the same kind. `layers_of` returns the layers of
+    each stage of a `Cut`. `elements_of` returns three numbers of parameters of a pipeline rank (see
+    `_counted_elements`).
     """
 
     def __init__(
@@ -155,11 +156,12 @@ class StageMemory:
         self._part_elements = cache(partial(parameters.rank_elements, model, vocab_size))
         self.elements_of = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
-        # (cut, tensor-parallel size, pipeline rank, sharding) -> work of each rank of a shard
-        # group, if the optimizer updates whole matrices
+        # If the optimizer (Muon) updates whole matrices: (cut, tensor-parallel size, pipeline rank,
+        # sharding) -> work of each rank of a shard group
         self.dealt = cache(self._counted_dealt)
-        # name of an inventory, a group of tensors that are kept between ops (`OpKind.keeps`,
-        # `OpKind.frees`) -> function that returns its bytes for one microbatch in a stage
+        # An inventory is a group of tensors that are kept between ops (`OpKind.keeps`,
+        # `OpKind.frees`). Name of an inventory -> function that returns its bytes for one
+        # microbatch in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
         # name of a kind of working memory (`OpKind.works`) -> function that returns its bytes for
         # an op in a stage
@@ -281,9 +283,10 @@ class StageMemory:
 
         The op I frees activations and stores operands for W (gradients of the weights). The layer
         that is computed also needs its working memory. Neighbouring layers of one kind and mode of
-        recomputation form a group, and each layer of a group changes the number of bytes by the
-        same amount. Therefore the number of bytes is the largest at one of these moments: at the
-        loss, in the first or the last layer of a group, or at the end of the op.
+        recomputation form a group. Each layer of a group changes the number of bytes by the same
+        amount, so within a group the number is the largest in the first or in the last layer. The
+        result is the maximum of these numbers, of the bytes at the loss, and of the bytes at the
+        end of the op.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -313,8 +316,9 @@ class StageMemory:
         """Return the most bytes that a stage's backward needs in addition to the kept activations.
 
         The peak is at the loss, or in the last layer of a group of neighbouring layers with the
-        same kind and mode of recomputation. During the backward of an earlier layer of the group,
-        more memory is already free.
+        same kind and mode of recomputation. The backward begins with the last layer of a group.
+        During the backward of an earlier layer of the group, the kept activations of later layers
+        are already free.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0
@@ -327,9 +331,10 @@ class StageMemory:
         return most
 
     def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
-        """Return three maxima for a pipeline rank: the most elements of one place (embedding, a
-        layer or the head), the most elements of two adjacent places, and the most elements of two
-        adjacent places if frozen elements are included.
+        """Return three maxima for a pipeline rank. A place is the embedding, a layer or the head.
+        The first is the largest number of elements of one place. The second is the largest number
+        of elements of two adjacent places. The third is the same as the second, but includes frozen
+        elements.
 
         The first two maxima are over trained elements only. Two places are in memory at the same
         time: the current place and the next place (`plan.schedule.places`). DeepSpeed of 2021
@@ -417,9 +422,10 @@ class StageMemory:
 
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
-    """Return the number of bytes by which the forward of a layer without a backward exceeds the
-    bytes that the stage keeps for a microbatch. The result is the maximum over such layers of the
-    stage. It is 0 if the stage has no such layer, or if the kept bytes are more."""
+    """Return the bytes that the forwards of layers without a backward need in addition to the bytes
+    that the stage keeps for a microbatch. The number is the maximum over these layers, because they
+    run one after the other. The result is 0 if the stage has no such layer, or if the stage keeps
+    more bytes than any of these layers needs."""
     layers = memory.runs_of(memory.split(layout)[stage])
     idle = {trained_kind(run.kind) for run in layers if run.kind.idle}
     if not idle:

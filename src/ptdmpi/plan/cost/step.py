@@ -34,7 +34,7 @@ class StepTimes:
         """Store the cluster and the model. `method` gives the number of optimizer moments per
         parameter and the size of the receive buffers. By default, the ranks sum their gradients,
         and the optimizer is AdamW. Raises InputError if the device has no peak for `precision`."""
-        cluster.device.peak(precision)  # this raises InputError before any other work
+        cluster.device.peak(precision)  # raises InputError if there is no peak
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
         self.method = method or RunMethod()
@@ -94,7 +94,7 @@ class StepTimes:
             counts = []
             start = layers.start
             for kind, count in part.runs:
-                # the number of these layers that are among the model's first `most` layers
+                # only the model's first `most` layers are recomputed: `again` of these layers
                 again = count if most is None else min(max(0, most - start), count)
                 counts.append((kind, count, again))
                 start += count
@@ -149,8 +149,9 @@ class StepTimes:
         stages."""
         seconds, p = self.stage_seconds(layout, microbatches), layout.pipeline
         count = len(seconds)
-        # ways[s] is the seconds of a message between stages s - 1 and s, in either direction. It is
-        # 0 before the first stage and after the last stage.
+        # `ways[s]` is the seconds of a message between stages s - 1 and s, in either direction. The
+        # first and the last entry are 0, because there is no stage before the first or after the
+        # last.
         ways = [0.0] * (count + 1)
         if p > 1:
             devices = self.cluster.node.devices
@@ -221,9 +222,8 @@ class StepTimes:
         for which messages over the data axis do not overlap with computation, and the time of the
         optimizer.
 
-        Both times are for the rank with the most trained parameters. The first time includes the
-        time to compute the norm of a rank's own gradient, because the measured times of a run count
-        this time in the same way.
+        Both times are for the rank with the most trained parameters. The first time also includes
+        the time to compute the norm of a rank's own gradient, as the measured times of a run do.
         """
         layers, ranks = self.memory.stages.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.stages.trained(layout, rank) for rank in ranks)
@@ -232,9 +232,9 @@ class StepTimes:
         if layout.dp_overlap:
             forward, backward = self.stage_seconds(layout, microbatches)[0]
             own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
-            # gradients are sent during the last microbatch's backward, except the gradients of the
-            # layer that is computed last. Weights are sent during the next step's forward, except
-            # the weights of the first layer, which are needed immediately
+            # Gradients are sent during the last microbatch's backward, except those of the layer
+            # that this backward computes last. Weights are sent during the next step's forward,
+            # except those of the first layer, which the forward needs immediately.
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
             # the last message does not overlap with computation, because no op follows it
@@ -277,8 +277,8 @@ def splits(layout: Layout) -> bool:
 
 
 def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
-    """Return the times of a layer's backward. If the schedule of `layout` splits backwards, they
-    are the times of a split backward."""
+    """Return the times of a layer's backward: of a split backward if the schedule of `layout`
+    splits backwards, and otherwise of an unsplit one."""
     if splits(layout):
         return layer.split_backward
     return layer.backward

@@ -109,14 +109,14 @@ class StepTraffic:
 
     @property
     def _sums_shards(self) -> bool:
-        """Return True if tensor ranks sum some gradients of parameters, and a rank sums only its
-        own shard of them."""
+        """Return True if tensor ranks sum the gradients of some parameters while the state is
+        sharded, so that a rank sums only its own shard of these gradients."""
         ranks = range(self.layout.pipeline)
         return self.layout.shards > 1 and any(self._summed(rank) for rank in ranks)
 
     def assumption(self, group: str, kind: str) -> str:
-        """Return the assumption that the count of the messages `kind` in the group of ranks `group`
-        makes. Return "" if this count is exact."""
+        """Return the assumption under which the messages of the kind `kind` in the group of ranks
+        `group` are counted. Return "" if their count is exact."""
         if group == DATA and encodes(self.method.section):
             return "matrices are large"
         grid = layout_grid(self.layout)
@@ -137,7 +137,8 @@ class StepTraffic:
 
         For some parameters, each tensor rank computes only a summand of the gradient, and the
         tensor ranks sum these summands. If the state is sharded, a rank sums only its own shard of
-        such a gradient, but the result counts all elements, so it is too large.
+        such a gradient, and the result assumes that all shards have equally many elements of these
+        gradients.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -165,13 +166,14 @@ class StepTraffic:
         size = len(self.model.routing_layers) * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
-        if layout.dealing.whole:  # tensor-parallel ranks with whole experts route different tokens
+        if layout.dealing.whole:  # each tensor-parallel rank routes other tokens
             tallies["tensor"].add("all_reduce", size)
 
     def _same_experts(self, rank: int) -> Tally:
-        """Return the traffic in which the tensor-parallel ranks that have the same undivided
-        experts sum the gradients of these experts. If gradients are sharded, the count assumes that
-        all ranks have equal shards of the experts' gradients."""
+        """Return the traffic in which tensor-parallel ranks sum the gradients of experts that the
+        tensor axis does not divide, so that several tensor-parallel ranks have copies of them. If
+        gradients are sharded, the count assumes that all ranks have equal shards of the experts'
+        gradients."""
         dealing = self.layout.dealing
         tally = Tally(dealing.same)
         parts = [part for name, part in self.held.of_rank(rank) if parameters.is_of_expert(name)]
@@ -180,8 +182,8 @@ class StepTraffic:
         return tally
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
-        """Return the traffic over the tensor axis: activations, partial gradients, norms, and
-        slices of the matrices that the optimizer updates as wholes. `norms` is the number of norms
+        """Return the traffic over the tensor axis: activations, summands of gradients, norms, and,
+        if Muon updates whole matrices, the slices of these matrices. `norms` is the number of norms
         that the step computes."""
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
@@ -204,8 +206,9 @@ class StepTraffic:
 
     def _summed(self, rank: int) -> list[int]:
         """Return the number of elements in each all-reduce of parameters' gradients over the tensor
-        axis, over all shards. If the state is sharded, each rank sums only its own shard, and
-        `_tensor` counts the mean over the shards."""
+        axis. If the state is sharded, each rank sums only its own shard of these elements. The
+        result counts the elements of all shards, and `_tensor` divides the result by the number of
+        shards."""
         if self.layout.tensor == 1:
             return []
         parts = [part for _, part in self.held.of_rank(rank)]
@@ -255,8 +258,8 @@ class StepTraffic:
     @property
     def _is_scattered(self) -> bool:
         """Return True if each tensor-parallel rank sends only its slice of the activations to the
-        next stage. This is possible because all tensor-parallel ranks hold the same activations: if
-        each rank sends a different slice, the next stage still receives every element."""
+        next stage. All tensor-parallel ranks hold the same activations, so the next stage still
+        receives every element if each rank sends a different slice."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -266,10 +269,10 @@ class StepTraffic:
         )
 
     def _norms(self, norms: int) -> Tally:
-        """Return the traffic of gathering norms among ranks that have different parameters. All
-        ranks send rows of equal length: the largest number of norms that any rank has. `norms` is
-        the number of gathers in a step: one for the norm of the gradient, and more if, for example,
-        the step measures the consensus distance."""
+        """Return the traffic of gathering norms among ranks that have different parameters. In a
+        gather, all ranks send equally many numbers: as many as the rank with the most norms has.
+        `norms` is the number of gathers in a step: one for the norm of the gradient, and more if,
+        for example, the step measures the consensus distance."""
         ranks = layout_grid(self.layout).size_of(PARAMETERS)
         longest = max(map(self.held.counted, range(self.layout.pipeline)))
         tally = Tally(ranks)
@@ -297,7 +300,7 @@ class StepTraffic:
             ZeRO 2   like ZeRO 1, but gradients are scattered in each microbatch     2 psi
             ZeRO 3   weights, including frozen weights, are gathered for each        3 psi
                      forward and each backward of a microbatch, unless they are
-                     still in memory; recomputation uses the weights of its backward
+                     still in memory; recomputation needs no further gather
 
         If several shard groups have copies of the same shards, each shard of the gradients is also
         summed over these groups. If experts are distributed over ranks, the gradients of all other
@@ -342,11 +345,12 @@ class StepTraffic:
         return {SHARDS: sharing, **copying}
 
     def _whole_sums(self, rank: int) -> dict[str, Tally]:
-        """Return the traffic of gradients that are not sharded. The gradients of distributed
-        experts are summed along one axis after the other. All other gradients are summed over all
-        ranks that have different tokens. The second gradient of a tied table (from the head) is
-        summed in a separate message, because it comes after the gradients of experts in the
-        buffer."""
+        """Return the traffic of gradients that are not sharded. The gradients of all parameters
+        outside distributed experts are summed over all ranks that have different tokens. The
+        gradients of distributed experts are summed only over ranks with the same experts, along one
+        axis after the other. If experts are distributed, the second gradient of a tied table (from
+        the head) is summed in a separate message, because in the buffer of gradients it comes after
+        the gradients of experts."""
         grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
         element = self.sizes.wide_bytes
         apart = sum(size for unit, size in units.items() if of_experts(unit))
@@ -364,8 +368,8 @@ class StepTraffic:
 
     def _tree(self, rank: int) -> Tally:
         """Return the traffic of a reproducible sum along a binary tree over all microbatches. Each
-        data rank computes the sums at the nodes of the tree that lie above only its own
-        microbatches, and broadcasts these sums to all other data ranks, stage by stage."""
+        data rank computes the sums of the largest subtrees that contain only its own microbatches,
+        and broadcasts these sums to all other data ranks, stage by stage."""
         m, d = self.microbatches, self.layout.data
         tally = Tally(d)
         nodes = sum(nodes_of(m * d, r * m, (r + 1) * m) for r in range(d))
@@ -390,8 +394,8 @@ class StepTraffic:
 
 
 def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
-    """Return the complete matrices that a rank updates (with Muon), and the slices of matrices that
-    ranks exchange for these updates. `shard` is the rank's number in its shard group."""
+    """Return the matrices that a rank updates with Muon, and the slices of matrices that ranks
+    exchange for these updates. `shard` is the rank's number in its shard group."""
     if not of.method.matrices:
         return Dealt()
     layout = of.layout

@@ -12,8 +12,9 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 def one_pass_bytes(moments: int, weight: int) -> int:
     """Return the bytes per parameter that the Triton kernel of the update moves. The kernel reads
-    and writes the gradient, the master weight and the `moments` moments. It also writes the weight,
-    of `weight` bytes, unless the weight is itself the master weight, in float32."""
+    and writes the gradient, the master weight and the `moments` moments. `weight` is the number of
+    bytes of a weight. If these are fewer than the bytes of a float32 number, the kernel also writes
+    the weight, which is then separate from the master weight."""
     return 2 * (2 + moments) * FLOAT32.bytes + weight * (weight < FLOAT32.bytes)
 
 
@@ -23,7 +24,7 @@ class UpdateTimes:
     shard of these parameters."""
 
     def __init__(self, machine: Machine, method: RunMethod) -> None:
-        """Store the machine. `method` gives the number of moments that the optimizer keeps per
+        """Store the machine. `method` has the number of moments that the optimizer keeps per
         parameter, and says whether a kernel in Triton can do the complete update."""
         self.moments = method.moments
         self.machine, self.cluster = machine, machine.cluster
@@ -87,13 +88,13 @@ class UpdateTimes:
     def _update_bytes(self, one_pass: bool) -> list[int]:
         """Return the bytes per parameter that each kernel of the update moves.
 
-        There are up to six kernels: they convert the gradient to float32 (if it is in fp16 or
-        bf16), divide it by the loss scale (in fp16), compute the norm, scale the gradient to clip
-        it, run the optimizer, and copy the master weight to the weight (if the weight is in fp16 or
-        bf16). The optimizer's kernel reads gradient, master weight and moments, and writes master
-        weight and moments. In all, this kernel moves 7 float32 numbers per parameter for AdamW and
-        3 for SGD. If `one_pass` is True, one kernel in Triton scales the gradient, runs the
-        optimizer, writes the weight and clears the gradient.
+        There are up to six kernels. In order, they convert the gradient to float32 (if it is in
+        fp16 or bf16), divide the gradient by the loss scale (in fp16), compute the norm, scale the
+        gradient to clip it, run the optimizer, and copy the master weight to the weight (if the
+        weight is in fp16 or bf16). The optimizer's kernel reads gradient, master weight and
+        moments, and writes master weight and moments. In all, this kernel moves 7 float32 numbers
+        per parameter for AdamW and 3 for SGD. If `one_pass` is True, one kernel in Triton scales
+        the gradient, runs the optimizer, writes the weight and clears the gradient.
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
@@ -129,8 +130,8 @@ class UpdateTimes:
         else:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # checked by `lacks`
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            # if the weights themselves are the master weights, the link also carries the weights
-            # from the device to the host
+            # Without separate master weights, the host has no copy of the weights, so the weights
+            # are sent from the device to the host and back.
             moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":

@@ -6,9 +6,9 @@ An operator (`operator.py`) returns its costs as lists of kernels, messages and 
 the bytes of the tensors and messages.
 
 The predicted time leaves out some small kernels (`priced` is False) and the host's time to launch
-these kernels. They count only in the number of launches (`LayerTimes.launches`). The time of these
-kernels is already part of the predicted times of the other kernels, because the efficiencies of the
-other kernels were fitted to published times of whole layers.
+these kernels. These kernels count only in the number of launches (`LayerTimes.launches`). The time
+of these kernels is already part of the predicted times of the other kernels, because the
+efficiencies of the other kernels were fitted to published times of whole layers.
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,8 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 @dataclass(frozen=True)
 class MatrixProduct:
     """`batch` matrix products of matrices [m, k] and [k, n], computed by `launches` kernels.
-    `of_codes` is True if the operands are in 8-bit floating point with one scale for each matrix,
-    so that a device that has 8-bit matrix products can multiply the codes directly."""
+    `of_codes` is True if the operands are in 8-bit floating point with one scale for each matrix. A
+    device with 8-bit matrix products can then multiply the codes directly."""
 
     m: int
     n: int
@@ -41,7 +41,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """One or several kernels with so little computation that their time depends only on
+    """One or several kernels that mainly move data, so that their time depends only on
     `moved_bytes`, the number of bytes that they read and write.
 
     `launches` is the number of kernels that together move these bytes.
@@ -81,7 +81,7 @@ class FusedAttention:
     `products` is the number of matrix products: 2 in a forward and 5 in a backward (Dao et al.
     2022, arXiv 2205.14135, algorithm 4). If values have another head size than keys, `head_size` is
     the mean over the products. `seen` is the fraction of the causal scores that lie in the sliding
-    window.
+    window; only these scores take time.
     """
 
     rows: int

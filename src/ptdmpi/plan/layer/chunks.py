@@ -15,12 +15,12 @@ NORM_ROWS = 16
 NORM_PROGRAMS = 256  # Largest number of such partial sums.
 QUERY_BLOCK = 128  # Number of queries in a block. The scores of a block are computed at once.
 BLOCK_SCORES = 1 << 20  # Largest number of scores that are computed at once.
-# In the backward of causal attention on a CPU, PyTorch's kernel is called once for a run of
-# consecutive queries and the keys at the same positions, if the run has at least WHOLE_RUN
-# positions. A shorter run is divided into blocks of QUERY_BLOCK queries, with one call for each
-# block. From 768 queries on, the kernel itself works on 256 queries at a time instead of 64. The
-# following times are milliseconds on one thread of a Xeon with AMX, for 8 heads of size 64, as
-# (calls for blocks of 128 queries, one call):
+# For the backward of causal attention on a CPU, PyTorch's kernel gets consecutive queries and the
+# keys at the same positions. If there are at least WHOLE_RUN such queries, one call computes them
+# all. Otherwise they are divided into blocks of QUERY_BLOCK queries, with one call for each block.
+# From 768 queries on, the kernel itself works on 256 queries at a time instead of 64. The following
+# times are milliseconds on one thread of a Xeon with AMX, for 8 heads of size 64, as (calls for
+# blocks of 128 queries, one call):
 #     positions   float32         bfloat16
 #     512         8.3, 9.2        12.3, 7.8
 #     768         16.9, 14.2      26.2, 11.1
@@ -36,9 +36,9 @@ def loss_rows(columns: int, logits: int) -> int:
 
 def norm_programs(rows: int) -> int:
     """Return the number of partial sums that the Triton kernel of a norm's backward computes for
-    the gradients of the weights. Each is a sum over some of the `rows` rows. The number does not
-    depend on the device, so that the gradients have the same bits on every device, whatever its
-    number of processors is."""
+    the gradients of the weights. Each partial sum is over some of the `rows` rows. The number of
+    partial sums does not depend on the device's number of processors, so that the gradients have
+    the same bits on every device."""
     return max(1, min(NORM_PROGRAMS, -(-rows // NORM_ROWS)))
 
 

@@ -209,7 +209,7 @@ def _feed_forward(
     model = build.model
     up, down = _linears(build, width)
     first = build.product(f"{name}.up", up, "y", value)
-    # scales of (IA)^3 multiply the outputs after the bias
+    # The activation's kernel can add the bias only if no (IA)^3 scales come between bias and GELU.
     before_gelu = up.bias and model.gates == 1 and len(first.pairs) == len(first.adapters)
     return (
         replace(first, before_gelu=before_gelu),

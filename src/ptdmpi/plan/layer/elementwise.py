@@ -24,8 +24,8 @@ def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
 
 def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
     """Yield the gradients of a norm's weights. A split backward has two parts: I (gradient of the
-    input) and W (gradients of the weights). It computes the gradients of a norm's weights in I and
-    adds them to the sum of gradients in W, so they stay in memory from I to W."""
+    input) and W (gradients of the weights). The gradients of a norm's weights are computed in I and
+    added to the sum of gradients in W, so they stay in memory from I to W."""
     if norm.trains:
         yield Item(f"{name}.weights", sum(norm.weights(sizes.layout.tensor)), sizes.compute_bytes)
 
@@ -96,8 +96,9 @@ class Normalize(Operator):
     def _backward_by_triton(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the passes of the backward in Triton. One pass reads dy and x, and writes dx and
         partial sums of the weights' gradients. If the input is the residual stream, this pass also
-        adds the gradient of the residual. Another pass adds up the partial sums. If the norm writes
-        its result over its input, the gradient of the residual is added by a pass of its own."""
+        adds the gradient of the residual. Another pass adds up the partial sums. If the norm
+        replaces the residual stream by its result, the gradient of the residual is added in a
+        separate pass."""
         joins_here = self.joins and self.inputs != self.outputs
         e = self._elements(sizes) * sizes.compute_bytes
         sums = self._sums_bytes(sizes)
@@ -121,16 +122,16 @@ class Normalize(Operator):
             numbers = (1 + self.norm.shift) * sizes.rows(self.rows)
             yield Item(f"{self.name}.statistics", numbers, sizes.wide_bytes)
             if sizes.model.zero_centered_norm:
-                # a zero-centered norm keeps the factors 1 + weight
+                # The norm multiplies by 1 + weight, and keeps these factors.
                 yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)
             return
-        # for the norms of layers, a program without FlashAttention (Megatron-LM of 2021) has no
-        # statistics in the published list of its tensors (Korthikanti et al. 2022, section 4.1), so
-        # they are not counted
+        # For a program without FlashAttention (Megatron-LM of 2021), the statistics of the norms in
+        # layers are not counted, because the published list of its tensors (Korthikanti et al.
+        # 2022, section 4.1) does not include them.
         if sizes.fused_attention or not self.joins:
             yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
         if sizes.model.zero_centered_norm and sizes.fused_attention:
-            # a zero-centered norm keeps the factors 1 + weight
+            # The norm multiplies by 1 + weight, and keeps these factors.
             yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
@@ -208,7 +209,7 @@ class Activate(Operator):
         """Return the bytes of the gradient of the input and, with two gates, of the product of both
         gates, which the Triton kernel does not need. Under sequence parallelism, the gathered
         gradient of the next linear layer's output is still in memory, so its bytes are added. The
-        bytes of the partial sums of the bias's gradient are added, too."""
+        bytes of the partial sums of the bias's gradient are also added."""
         size = self.gates * self._elements(sizes)
         if self.gates == 2 and not sizes.by_triton("gated"):
             size += self._elements(sizes)
@@ -261,16 +262,16 @@ class AddResidual(Operator):
         """Return the bytes of two gradients: the gradient of the sum, and the gradient of y, which
         is the first gradient times the dropout mask. A CPU also makes a copy of the mask in the
         type of the gradient. The result is 0 without dropout. The result is also 0 for a program
-        without FlashAttention (Megatron-LM of 2021), because no memory is counted for this
-        program's kernel of the dropout backward."""
+        without FlashAttention (Megatron-LM of 2021), because its published list of tensors does not
+        include these gradients."""
         if not sizes.drops or not sizes.fused_attention:
             return 0
         return (2 + sizes.on_host) * self._elements(sizes) * sizes.compute_bytes
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes that are needed to draw the dropout mask: the bytes of the
-        hashes from which the mask is computed, and of two tensors as large as the sublayer's
-        output. A kernel in Triton needs only one such tensor."""
+        """Return the number of bytes that are needed to draw the dropout mask. Drawing needs the
+        hashes from which the mask is computed, and two tensors as large as the sublayer's output. A
+        kernel in Triton needs only one such tensor, and no hashes."""
         if not sizes.drops:
             return 0
         local = self._elements(sizes)

@@ -58,8 +58,9 @@ class LookUp(Operator):
         size = sizes.tokens * self.table.hidden * sizes.compute_bytes
         if phase == "forward":
             yield summed(sizes, size)
-        # a tensor-parallel rank adds up the gradients of its rows of the table over all positions,
-        # so the gradients at the positions of other ranks are gathered
+        # A tensor-parallel rank has some rows of the table, and needs their gradients from all
+        # positions. Under sequence parallelism, it therefore gathers the gradients at the positions
+        # of other ranks.
         scatters = sizes.divides_sequence and sizes.software.adds_in_place
         if phase in ("backward", "weights") and scatters and self.table.trains:
             yield Message("all_gather", size)
@@ -116,7 +117,7 @@ class SelectPositions(Operator):
     [selected positions, hidden size]. Every tensor-parallel rank gets all selected positions.
 
     If `predicted` is True, the masked positions, whose tokens the head predicts, are selected. If
-    `samples` is True, one position of each sequence is selected, too. `has_backward` is True if an
+    `samples` is True, one position of each sequence is also selected. `has_backward` is True if an
     earlier operator is trained. `feeds_trained` is True if a trained linear layer reads the
     selected activations, so that they are kept.
     """
@@ -184,8 +185,9 @@ class Predict(Operator):
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
         yield from self._scaling(sizes)
-        # A decoder's head has no bias. Nevertheless a pass over the gradient of the logits is
-        # counted, because the calibration with published step times included this pass.
+        # This pass over the gradient of the logits is for the gradient of the head's bias. A
+        # decoder's head has no bias, but the pass is also counted for decoders, because it was
+        # counted when the predictions were calibrated with published step times.
         if sizes.model.head_bias and self.linear.trains:
             yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
 
@@ -271,8 +273,8 @@ class CrossEntropy(Operator):
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of a softmax. They convert the logits to float32, compute the maximum
         of each row, subtract the maximum, take exponentials, add the exponentials up, and divide by
-        this sum. The kernels of maximum and sum write almost nothing. A Triton kernel instead reads
-        the logits once."""
+        this sum. The kernels of maximum and sum write only one number per row, which is not
+        counted. A Triton kernel instead reads the logits once."""
         if self._by_triton(sizes):
             yield MemoryPass(self.logits(sizes) * sizes.compute_bytes)
             return

@@ -161,18 +161,19 @@ class MixExperts(Operator):
         return self._tokens(sizes) * self.count
 
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
-        """Return (number of segments that a rank computes one after the other, number of rows of
-        each of them), under the assumption that all segments have equally many rows. A segment has
-        the rows of one of the rank's experts, or, if `sizes.by_source` is True, only those rows of
-        the expert that come from one source rank."""
+        """Return (number of segments, number of rows of a segment). A rank computes its segments
+        one after the other. A segment has the rows of one of the rank's experts, or, if
+        `sizes.by_source` is True, only those rows of the expert that come from one source rank. All
+        segments are assumed to have equally many rows."""
         pairs = self._pairs(sizes)
         each = 1 if sizes.by_source else sizes.layout.expert
         used = min(self.count // each, pairs)
         return used, -(-pairs // used)
 
     def _largest_group(self, sizes: Sizes) -> int:
-        """Return the number of rows for which the prediction reserves the working memory of one
-        segment. In the worst case, all tokens of all source ranks choose the same expert."""
+        """Return the largest number of rows that one segment (see `_groups`) may have. The
+        predicted memory is enough for such a segment. In the worst case, all tokens of all source
+        ranks choose the same expert."""
         return min(sizes.layout.expert * self._tokens(sizes), self._most_rows(sizes))
 
     def _adapting(self, sizes: Sizes, linear: str, *, back: bool = False) -> Iterator[Kernel]:
@@ -223,8 +224,8 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         yield MatrixProduct(self._tokens(sizes), self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
-        # rows are sorted by expert, and the results of experts are added to the outputs of their
-        # tokens
+        # With distributed experts, the received rows are sorted by expert, and results are added to
+        # the outputs of their tokens.
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
         # for each expert, the rows of its tokens are selected
@@ -251,8 +252,8 @@ class MixExperts(Operator):
         yield MemoryPass(2 * selected * pairs * h * c, selected * used)
         yield self._products(sizes, width, h)
         yield from self._adapting(sizes, "down", back=True)
-        # the next kernels compute the activation again, multiply the activation by the gradient,
-        # and multiply the gradient by the router's weights
+        # The next two lines compute the activation again, multiply the activation by the gradient,
+        # and multiply the gradient by the router's weights.
         yield self._activated(sizes, self.function, gates + 1)
         yield MemoryPass(6 * pairs * width * c, 3 * used)
         yield self._activated(sizes, f"{self.function}_backward", 2 * gates + 1)
@@ -268,8 +269,8 @@ class MixExperts(Operator):
         used, rows = self._groups(sizes)
         for inputs, outputs in self._matrices(sizes):
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
-            # the gradient of each source rank is set to zero before it is computed, and added to
-            # the sum afterwards
+            # The gradient of each source rank has its own buffer, which is set to zero before the
+            # gradient is computed. Afterwards the buffer is added to the sum.
             if sizes.by_source:
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 
@@ -311,8 +312,8 @@ class MixExperts(Operator):
         return sizes.layout.micro_size * self.count
 
     def _sums_loads(self, sizes: Sizes) -> Iterator[Message]:
-        """Yield the sums of the loads over the ranks that route other tokens of the same
-        sequences."""
+        """Yield the messages that sum loads over the ranks that route other tokens of the same
+        sequences. A load is the number of tokens of an expert."""
         size = self._sequence_loads(sizes) * LOAD_BYTES
         if sizes.layout.dealing.whole:
             yield Message("all_reduce", size)
@@ -327,11 +328,11 @@ class MixExperts(Operator):
 
     def _exchanges(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
         """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
-        the numbers of rows, the rows (activations of tokens), their weights and the results of the
-        experts. The backward sends the gradients of results, rows and weights; if nothing before
-        the operator is trained, it sends only the gradients of results. The sizes of the messages
-        are means, because the number of rows that a rank sends depends on the experts that the
-        router chooses."""
+        the numbers of rows, the rows (activations of tokens), the weights of the rows, and the
+        results of the experts. The backward sends the gradients of results, rows and weights. If
+        nothing before the operator is trained, the backward sends only the gradients of results.
+        The sizes of the messages are means, because the number of rows that a rank sends depends on
+        the experts that the router chooses."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return
@@ -372,9 +373,9 @@ class MixExperts(Operator):
         return sizes.local_tokens * self.up.inputs
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the operands of the weight gradients: the input rows and the gradients of the
-        output rows of both linear layers of the experts, the operands of adapters, and the operands
-        of the router."""
+        """Yield the operands of the weight gradients. For both linear layers of the experts, these
+        are the input rows and the gradients of the output rows. The adapters and the router also
+        have operands."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         width = 2 * (self._ranks("up") + self._ranks("down"))
         if self.keeps_rows:
@@ -393,9 +394,9 @@ class MixExperts(Operator):
         return self._input_elements(sizes) * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the input, of gathered tensors, of the router's
-        tensors, and of the tensors of one expert, which in the worst case has all tokens of the
-        microbatch."""
+        """Return the bytes of these tensors: the gradient of the input, gathered tensors, the
+        router's tensors, and the tensors of one expert. In the worst case, this expert has all
+        tokens of the microbatch."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         tokens, most = self._tokens(sizes), self._largest_group(sizes)
         whole = tokens * h * (2 * c + (wide if wide > c else 0))

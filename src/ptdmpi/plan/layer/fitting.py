@@ -65,8 +65,8 @@ BOOL = FieldRule(lambda value: isinstance(value, bool), "True or False")
 
 @cache
 def rules_of(kind: type[Part]) -> Mapping[str, FieldRule]:
-    """Return the rules for the fields of a kind of part: name of the field -> rule. They follow
-    from the types of the fields."""
+    """Return the rules for the fields of a kind of part: name of the field -> rule. The rules
+    follow from the types of the fields."""
     return {name: _rule(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
@@ -88,9 +88,9 @@ def _rule(hint: Any) -> FieldRule:
 
 
 def require_fitting(name: str, rows: Sequence[Operator], hidden: int) -> None:
-    """Raise InputError if an operator of `rows`, the operators of the sublayer `name`, has a field
-    or a part with an illegal value, or if the operators do not fit each other. `hidden` is the
-    hidden size of the model."""
+    """Raise InputError if an operator has a field or a part with an illegal value, or if the
+    operators do not fit each other. `rows` are the operators of the sublayer `name`. `hidden` is
+    the hidden size of the model."""
     for row in rows:
         for mistake in (*_in_fields(row), *_in_parts(row)):
             raise InputError(f"model.sublayers: {name}: the operator {row.name!r} {mistake}")
@@ -130,9 +130,10 @@ def _in_parts(row: Operator) -> Iterator[str]:
 
 
 class Channels(NamedTuple):
-    """The channels of a value: their number on all tensor ranks together, and whether each tensor
-    rank has only a part of them. If `divided` is None, an operator reads both kinds of values, and
-    its outputs are divided if its input is."""
+    """The channels of a value that an operator reads or writes. `number` is their number on all
+    tensor ranks together. `divided` is True if each tensor rank has only some of the channels. If
+    `divided` is None, the operator reads both divided and undivided values, and its outputs are
+    divided if its first input is."""
 
     number: int
     divided: bool | None = False
@@ -140,8 +141,8 @@ class Channels(NamedTuple):
 
 def _channels_of(row: Operator, hidden: int) -> tuple[Channels | None, Channels | None]:
     """Return the channels of the inputs and of the outputs of an operator, in a model with the
-    hidden size `hidden`. None means that the description of the operator does not say it; such an
-    operator is not checked here."""
+    hidden size `hidden`. A result is None if the operator's description does not determine the
+    channels; such an operator is not checked here."""
     if isinstance(row, OwnOperator):
         return None, None
     if isinstance(row, Multiply):
@@ -177,7 +178,8 @@ def _in_values(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
                 )
                 return
             if width is None and reads is not None:
-                # a user's operator wrote the value: its first reader says how wide it must be
+                # A user's operator wrote the value, which must have the channels that its first
+                # reader needs.
                 widths[name] = reads.number
         widths.update(dict.fromkeys(row.outputs, writes.number if writes else None))
     if RESIDUAL not in rows[-1].outputs:
@@ -186,8 +188,9 @@ def _in_values(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
 
 def undivided_mistakes(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
     """Yield the reason why the operators `rows` of a layer cannot be divided over several tensor
-    ranks, if there is one: an operator reads all channels of a value, but each rank has only some
-    of them, or the reverse."""
+    ranks, if there is one. The reason is an operator that reads all channels of a value although
+    each rank has only some of them, or an operator that reads only some channels although each rank
+    has all."""
     divided: dict[str, bool | None] = {RESIDUAL: False}
     for row in rows:
         reads, writes = _channels_of(row, hidden)
@@ -209,8 +212,9 @@ def undivided_mistakes(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
 
 
 def local_width(rows: Sequence[Operator], name: str, *, hidden: int, tensor: int) -> int | None:
-    """Return the number of channels that the first operator of `rows` that reads `name` expects on
-    one of `tensor` tensor ranks. Return None if it is not known."""
+    """Find the first operator of `rows` that reads the value `name`, and return the number of
+    channels of this value that it needs on one of `tensor` tensor ranks. Return None if the number
+    is not known."""
     for row in rows:
         if name in row.inputs:
             if isinstance(row, Multiply) and not isinstance(row, OwnOperator):

@@ -109,7 +109,7 @@ def recomputed(rows: Rows, sizes: Sizes) -> Rows:
 def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
     """Return every tensor that a layer's backward needs. Not all of these tensors stay in memory
     from the forward to the backward: `account.kept` selects the tensors that stay in memory under a
-    given mode of recomputation. Full recomputation keeps little more than the layer's input."""
+    given mode of recomputation."""
     first = f"{rows[0].name}.input"
     tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
     for row in rows:
@@ -134,8 +134,9 @@ def head_works(rows: Rows, sizes: Sizes) -> int:
     """Return the most bytes that the backward of the operators after the layers needs, in addition
     to the bytes that these operators keep.
 
-    In the backward of a norm, the kept tensors of later operators, such as the logits, are counted
-    as free, except the kept tensors of the operator directly after the norm. In the backward of all
+    The backward runs from the last operator to the first. When it reaches a norm, the kept tensors
+    of later operators, such as the logits, are counted as free. The operator directly after the
+    norm is an exception: its kept tensors are counted as still in memory. In the backward of all
     other operators, all kept tensors are counted as still in memory."""
     works = 0
     freed = 0
@@ -157,9 +158,9 @@ def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs. The result is the
-    larger of two amounts, plus the bytes of a dequantized weight. The first amount is the bytes of
-    the tensors that the layer would keep for a backward. The second amount is the bytes of the
-    residual stream and of the tensors of one operator."""
+    larger of two estimates, plus the bytes of a dequantized weight. The first estimate is the bytes
+    of the tensors that the layer would keep if it had a backward. The second estimate is the bytes
+    of the residual stream and of the inputs, outputs and copies of one operator."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     most = max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
     return most + _value_bytes(rows, sizes)
@@ -197,8 +198,8 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
     again = total_bytes(tensors) - whole
     stays = whole
     if mode == "full" and sizes.layout.partition_activations and sizes.layout.tensor > 1:
-        # only this rank's slice of the input is kept; the whole input is gathered while the layer
-        # is recomputed
+        # This rank keeps only its slice of the layer's input. For the recomputation, the whole
+        # input is gathered.
         stays = whole // sizes.layout.tensor
         again += whole
     works = 0
@@ -227,8 +228,8 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
 
 def _redrawing_bytes(rows: Rows, sizes: Sizes, again: int) -> int:
     """Return the most bytes that a full recomputation of a layer needs while it draws a dropout
-    mask. `again` is the bytes of the tensors that are recomputed. At this moment, the tensors of
-    later operators are not yet there."""
+    mask. `again` is the bytes of all tensors that are recomputed. When the mask of an operator is
+    drawn, the tensors of later operators are not recomputed yet, so their bytes are subtracted."""
     most = 0
     later = 0
     for row in reversed(rows):
@@ -248,9 +249,9 @@ def _value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
     """Yield (operator, freed bytes) for each operator from the last to the first. The freed bytes
-    are those of all inputs of later operators that are already free in the backward of this
-    operator. If the gradient of the next operator's input is larger than the input that it
-    replaces, the difference is subtracted."""
+    are the kept inputs of later operators that are already free when the backward of this operator
+    begins. The gradient of the next operator's input has replaced this input. If the gradient is
+    larger than the input, the difference is subtracted from the freed bytes."""
     freed = 0
     after = 0
     excess = 0

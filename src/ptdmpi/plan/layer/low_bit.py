@@ -18,17 +18,17 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 CODES = get_args(CodesName)
 # A CPU dequantizes a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of working
-# memory per element. A GPU dequantizes chunks that are DEVICE_CHUNKS times as large. On a GPU,
-# smaller chunks would use caches better, but would save less time than the launches of more kernels
-# would cost.
+# memory per element. A GPU dequantizes chunks that are DEVICE_CHUNKS times as large. Smaller chunks
+# would fit into the caches of a GPU, but would need more kernel launches, which would cost more
+# time than the caches would save.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # Number of kernels that dequantize a chunk: they convert codes to integers, convert integers to
 # levels, multiply by the scales, and convert to the compute type.
 UNPACKING_KERNELS = 4
-SCALE_BYTES = 4  # A scale is float32, whatever the compute type is.
+SCALE_BYTES = 4  # A scale is float32 in every compute type.
 FLOAT8_BYTES = FLOAT8_E4M3.bytes
-# Names of the two kinds of tensors that a checkpoint stores for a quantized matrix (its codes and
-# its scales), instead of one tensor of the kind "weights".
+# A checkpoint stores two tensors for a quantized matrix, of these two kinds (its codes and its
+# scales). For any other matrix, it stores one tensor of the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # The 16 levels of nf4: quantiles of a normal distribution, including zero. Normally distributed
@@ -89,9 +89,9 @@ class LowBit:
 
     The value of an element is the level of its code times the scale of its block. In int8 and int4,
     the levels are integers. In int8, the element with the largest magnitude in a block gets the
-    level 127 or -127; in int4, it gets the level -8, and the sign of the scale is chosen
-    accordingly. The levels of nf4 are between -1 and 1. In uint4, the values are relative to a
-    minimum, which each block stores in addition to its scale.
+    level 127 or -127. In int4, this element gets the level -8, so the scale has the sign opposite
+    to the element's sign. The levels of nf4 are between -1 and 1. In uint4, the values are relative
+    to a minimum, which each block stores in addition to its scale.
     """
 
     codes: CodesName
@@ -186,10 +186,10 @@ def unpacking(
 
 
 def encoding(elements: int, element_bytes: int, scaling: Scaling) -> MemoryPass:
-    """Return the kernels that compute the codes of a matrix of `elements` elements: one finds the
-    largest magnitude of each tile of the matrix, one multiplies the matrix by the scales, and one
-    converts the products to codes. With delayed scales, another kernel clamps the products in
-    place."""
+    """Return the kernels that compute the codes of a matrix of `elements` elements. The first finds
+    the largest magnitude of each tile of the matrix, the second multiplies the matrix by the
+    scales, and the third converts the products to codes. With delayed scales, another kernel clamps
+    the products in place."""
     if scaling == "delayed":
         return MemoryPass(elements * (6 * element_bytes + FLOAT8_BYTES), 4)
     return MemoryPass(elements * (4 * element_bytes + FLOAT8_BYTES), 3)
@@ -217,9 +217,8 @@ def codes_of_rows(name: str, rows: int, columns: int, scaling: Scaling) -> Itera
 
 
 def peak_bytes(elements: int, element_bytes: int) -> int:
-    """Return the bytes of the codes of a matrix of `elements` elements together with a second
-    tensor of the matrix's size: the scaled matrix from which the codes are computed, or the values
-    of the codes."""
+    """Return the bytes of two tensors of `elements` elements: the codes of a matrix, and the scaled
+    matrix from which the codes are computed (or, after decoding, the values of the codes)."""
     return elements * (FLOAT8_BYTES + element_bytes)
 
 

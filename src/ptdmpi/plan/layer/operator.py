@@ -107,8 +107,9 @@ class Operator:
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
         """Return True if the operator keeps a tensor that is complete only at the end of its
-        forward. Full recomputation must then run all kernels and messages of the operator. It stops
-        after the last operator of a layer that keeps such a tensor (`folds.recomputed`)."""
+        forward. Full recomputation must then run all kernels and messages of the operator. The
+        recomputation of a layer stops after the last operator that keeps such a tensor
+        (`folds.recomputed`)."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:

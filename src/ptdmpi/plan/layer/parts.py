@@ -80,8 +80,8 @@ class Linear:
 
     def copied(self, tensor: int) -> Iterator[int]:
         """Yield the number of elements of each weight and bias that has fewer slices than there are
-        tensor-parallel ranks, so that several neighbouring ranks hold the same slice. The number is
-        that of the whole weight; copies are not counted. These are the weights of key or value
+        tensor-parallel ranks, so that several neighbouring ranks hold the same slice. The number
+        counts the whole weight once, without the copies. These are the weights of key or value
         heads that several tensor-parallel ranks share.
         """
         if self.most is None:
@@ -165,8 +165,8 @@ class LowRankPair:
     rows of B into at most `most` slices, and each tensor-parallel rank computes a summand of the
     gradient of A. "rows" divides the columns of A, and each rank computes a summand of the gradient
     of B. `dropout` is the dropout rate of the adapter's input. `number` is different for each
-    adapter of a layer. `output` is the index of the linear layer's output to which the adapter's
-    output is added.
+    adapter of a layer, so that each adapter has its own dropout mask. `output` is the index of the
+    linear layer's output to which the adapter's output is added.
     """
 
     inputs: int

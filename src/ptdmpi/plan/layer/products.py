@@ -162,7 +162,7 @@ class Multiply(Operator):
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the gradient of the input and of the bias, a sum over rows."""
+        """Yield the kernels that compute the gradients of the input and of the bias."""
         rows, shape = sizes.rows(self.rows), self.linear.local(sizes.layout.tensor)
         yield from self._unpacked(sizes)
         yield from self._rounded(sizes, rows * shape[1])
@@ -225,8 +225,8 @@ class Multiply(Operator):
             yield summed(sizes, size)
         if not sizes.divides_sequence:
             return
-        # a frozen linear layer without adapters needs the gradient of its output only if something
-        # before it is trained
+        # If the linear layer is frozen and has no adapters, the gradient of its output is needed
+        # only if something before it is trained.
         if phase in ("backward", "inputs") and (input_trains or self.trains):
             yield Message("all_gather", size)
         if phase == "weights" and self.keeps_input:
@@ -249,7 +249,8 @@ class Multiply(Operator):
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
         """Return True if full recomputation must run this operator to its end: if a gradient needs
         the input of the linear layer, or if adapters scale its outputs. Adapters that scale the
-        input do not count, because the input is saved before the matrix product begins."""
+        input need only the input, which is saved before the matrix product begins, so the operator
+        need not run to its end for them."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
     def _input_items(self, sizes: Sizes) -> Iterator[Item]:
@@ -302,8 +303,8 @@ class Multiply(Operator):
             yield Item(f"{self.name}.gradient", rows * width, c)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        # the input of a frozen linear layer is freed after the forward if no gradient needs it;
-        # (IA)^3 scales need it only if they come before the linear layer
+        # The input of a frozen linear layer is kept only if a gradient needs it, for example the
+        # gradient of (IA)^3 scales that come before the linear layer.
         scales_input = bool(self.adapters) and not self.is_column
         if not (self.keeps_input or scales_input or self.shares_input):
             return 0
@@ -326,8 +327,8 @@ class Multiply(Operator):
         return kept + low_bit.scaled_forward_bytes(sizes, shape, rows, copies)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradient of the input, and of the gradient of the weight until it
-        is added to the sum of gradients.
+        """Return the bytes of two gradients: of the input, and of the weight until its gradient is
+        added to the sum of gradients.
 
         A row-parallel linear layer computes the gradient of the weight first, and any other linear
         layer computes the gradient of the input first. The result includes the bytes that the
@@ -408,9 +409,8 @@ class Multiply(Operator):
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:
-            # the working memory has three tensors of the size of the gathered input (one of them is
-            # the copy after dropout), and the gradient in the compute type and in the type of the
-            # sum
+            # The working memory has the gradient in two types (the compute type and the type of the
+            # sum), and three tensors of the size of the gathered input, one of them after dropout.
             side = max(pair.local(sizes.layout.tensor))
             works = 3 * sizes.tokens * side * sizes.operand_bytes
             most = max(most, works + pair.rank * side * (c + wide))

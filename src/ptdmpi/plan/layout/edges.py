@@ -15,9 +15,9 @@ FORM = 'legal: "0 1" (ranks from 0, both directions), or "0 1 0.25" with the wei
 def read_edges(path: str, size: int, names: str) -> Topology:
     """Return the graph over `size` data ranks whose edges are in a file.
 
-    Each line has an edge: two ranks, and optionally the weight that each of the two ranks gives to
-    the values of the other. Either all lines have weights, or no line has one. If no line has a
-    weight, the edges have Metropolis-Hastings weights (see `Undirected`). "#" begins a comment;
+    Each line has an edge: two ranks, and optionally a weight. Each of the two ranks multiplies the
+    other's values by this weight. Either all lines have weights, or no line has one. If no line has
+    a weight, the edges have Metropolis-Hastings weights (see `Undirected`). "#" begins a comment;
     blanks or a comma separate columns. An edge may be given in both directions.
 
     Raises InputError with the file, the line and the legal values if the file is not valid. `names`

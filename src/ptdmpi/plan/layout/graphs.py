@@ -132,8 +132,8 @@ class Edges(Topology):
 class Circulant(Topology):
     """A directed graph with equal weights, in which every rank has neighbours at the same offsets.
 
-    In step k, every rank i averages its values with the values of the ranks i - s modulo n, for all
-    s in `offsets[k]`; n is the number of ranks, and k is taken modulo the period.
+    With n ranks, every rank i averages its values in step k with the values of the ranks i - s
+    modulo n, for all s in `offsets[k]`. After a period, the offsets begin again.
     """
 
     def __init__(self, name: str, size: int, offsets: Sequence[Sequence[int]]) -> None:

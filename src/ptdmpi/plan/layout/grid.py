@@ -53,11 +53,12 @@ class Axis:
 # The axes of the process grid of this trainer. Consecutive ranks are neighbours on the first axis.
 # Neighbours usually share a node, so the axis that communicates most is first (Narayanan et al.
 # 2021, arXiv 2104.04473, section 3.2, takeaway 1). The pipeline axis, with one message per
-# microbatch, is last. The tensor-parallel ranks form two axes. Along the first, ranks have
-# different experts. Along the second, ranks have slices or copies of the same experts. The
-# context-parallel ranks form three axes. Along the first, ranks have different experts. Along the
-# second, ranks shard the state (`zero`). Along the third, ranks have copies of the state. The
-# data-parallel ranks form three axes in the same way.
+# microbatch, is last. The tensor-parallel ranks form two axes. Along "tensor_expert", ranks have
+# different experts. Along "tensor_slice", ranks have slices or copies of the same experts. The
+# context-parallel ranks form three axes. Along "context_expert", ranks have different experts.
+# Along "context_shard", ranks shard the state (ZeRO). Along "context_replicate", ranks have copies
+# of the state. In the same way, the data-parallel ranks form the axes "data_expert", "shard" and
+# "replicate".
 AXES: Mapping[str, Axis] = {
     "tensor_expert": Axis(cuts_state=True, other_parameters=True, cuts_width=True),
     "tensor_slice": Axis(cuts_state=True, cuts_width=True),
@@ -205,8 +206,9 @@ class Grid:
         """Return the name of a group that has the same ranks as `group` and can therefore share its
         communicator.
 
-        The result is an axis if possible, and otherwise the first such group in `ALONG`, which may
-        be `group` itself. If `group` is an axis, "ends" or the world, the result is `group`.
+        If an axis has the same ranks, the result is this axis. Otherwise the result is the first
+        group in `ALONG` that has the same ranks, which may be `group` itself. If `group` is an
+        axis, "ends" or the world, the result is `group`.
         """
         axes = self.along(group)
         if not axes:

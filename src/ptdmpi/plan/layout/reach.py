@@ -13,8 +13,10 @@ from ptdmpi.plan.machine.cluster import TRAINER
 class Reach(NamedTuple):
     """How far the experts of a token are from each other. `touched` is the largest number of nodes
     on which the experts of a token can be. `nodes` is the number of nodes over which the experts of
-    a layer are distributed. `spread` is the largest number of nodes on which a router group is. If
-    ranks differ in these numbers, all three are those of a rank with the largest `touched`."""
+    a layer are distributed. The router chooses a token's experts from only some of the groups into
+    which it divides the experts; `spread` is the largest number of nodes over which such a router
+    group is distributed. If ranks differ in these numbers, all three are those of a rank with the
+    largest `touched`."""
 
     touched: int
     nodes: int
@@ -25,8 +27,9 @@ def reach_of(model: ModelConfig, layout: Layout, devices: int) -> Reach:
     """Return the nodes of a token's experts, for nodes of `devices` ranks each. Consecutive ranks
     are on the same node."""
     grid = layout_grid(layout)
-    # the rank numbers of a group differ by the same offsets in every group, so the nodes depend
-    # only on the place of the group's first rank in its node
+    # In every expert group, the rank numbers have the same offsets from the first rank of the
+    # group. The nodes therefore depend only on the position (`place`) of this first rank in its
+    # node.
     offsets = grid.members(0, EXPERTS)
     firsts = grid.group(0, *(axis for axis in grid.axes if axis not in EXPERT_AXES))
     return max(
@@ -68,7 +71,8 @@ def expert_lines(model: ModelConfig, layout: Layout, devices: int | None) -> Ite
 
 
 def _where(model: ModelConfig, reach: Reach) -> str:
-    """Return the end of a line: on how many nodes a token's experts are."""
+    """Return the second half of the line for the user that says on how many nodes a token's experts
+    are."""
     if reach.nodes == 1:
         return ", all on one node"
     words = f" on {reach.nodes} nodes; a token's experts are on at most {reach.touched} of them"

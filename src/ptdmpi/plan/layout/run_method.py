@@ -38,14 +38,14 @@ class RunMethod:
 
     `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). If
     `matrices` is True, the optimizer (Muon) updates each matrix of a layer as a whole, and keeps
-    one value fewer per element of a matrix. `steps` is the number of steps of the run. It is needed
-    because a run that measures the consensus distance (how far the replicas are apart) always
-    measures it in the last step. The norm of each rank's own gradient is computed every
-    `noise_every` steps, or never if `noise_every` is 0. `copies` is the number of files that a node
-    keeps in its memory for each of its ranks, so that a failed run can continue without reading a
-    disk. Each file is a rank's shard of a checkpoint. `reproducible` is the key `run.reproducible`;
-    if it is True, gradients are summed along a tree over the microbatches. `one_pass` is True if a
-    kernel in Triton can do the complete update.
+    one value fewer per element of a matrix. `steps` is the number of steps of the run. A run that
+    measures the consensus distance (how far the replicas are apart) always measures it in the last
+    step, so this object must know the last step. The norm of each rank's own gradient is computed
+    every `noise_every` steps, or never if `noise_every` is 0. `copies` is the number of files that
+    a node keeps in its memory for each of its ranks, so that a failed run can continue without
+    reading a disk. Each file is a rank's shard of a checkpoint. `reproducible` is the key
+    `run.reproducible`; if it is True, gradients are summed along a tree over the microbatches.
+    `one_pass` is True if a kernel in Triton can do the complete update.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -90,7 +90,7 @@ class RunMethod:
     @property
     def averaged_kinds(self) -> int:
         """Return the number of values per parameter that are averaged if replicas differ: 1 for the
-        weight, plus the number of moments if moments are averaged, too."""
+        weight, plus the number of moments if moments are also averaged."""
         if self.section.average_moments:
             return 1 + self.moments
         return 1
@@ -104,9 +104,9 @@ class RunMethod:
         return asked and self.section.method in DIFFERING
 
     def norms(self, step: int) -> int:
-        """Return the number of norms that step `step` (counted from 0) computes: the norm of the
-        gradients, the consensus distance if the step measures it, and the norm of a rank's own
-        gradient if the step records the gradient noise."""
+        """Return the number of norms that step `step` (counted from 0) computes. Every step
+        computes the norm of the gradients. Some steps also compute the consensus distance, and some
+        the norm of a rank's own gradient, for the gradient noise."""
         own = self.noise_every > 0 and (step + 1) % self.noise_every == 0
         return 1 + self.measures(step) + own
 
@@ -130,7 +130,8 @@ class RunMethod:
         if method == "parameter_server":
             return min(elements, MESSAGE_ELEMENTS) * element_bytes
         if method == "decentralized":
-            # room for two messages of the largest size, or for all elements if they are fewer
+            # Without overlap, at most two messages of a neighbour are in memory at the same time;
+            # with overlap, all messages are.
             if not self.section.overlap:
                 mixed = min(mixed, 2 * min(elements, BUCKET_ELEMENTS))
             return _most_neighbours(self.section.topology, n, self.seed) * mixed * element_bytes
@@ -197,12 +198,13 @@ class RunMethod:
             sums += mixed
         if method == "all_reduce":
             sums.append(gradients)
-        for size in filter(None, sums):  # 0 on a rank without trained parameters
+        for size in filter(None, sums):  # the sizes are 0 on a rank that trains nothing
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
-                # a message first travels along the ranks 0, 1, ..., n - 1, and then along the ranks
-                # n - 1, 0, ..., n - 2
+                # The sums travel along the ranks 0, 1, ..., n - 1, and then the complete sums along
+                # the ranks n - 1, 0, ..., n - 2. Each rank except the last in a row sends a
+                # message.
                 times = (rank < n - 1) + (rank != n - 2)
                 for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)

@@ -13,11 +13,12 @@ YIELDING = "replicate"
 def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
     """Return the grid that replaces `grid` after ranks were lost: the grid with the most data ranks
     that `ranks` surviving ranks can fill. `begun` is the grid with which the run began, and
-    `sequences` is the number of microbatches in the global batch. If possible, only the number of
-    copies of the sharded state is reduced. If there are too few ranks for a single copy, the state
-    is cut into fewer shards: the new number of shards is the largest divisor of the new number of
-    data ranks that is at most the former number of shards. Experts stay distributed over the same
-    number of ranks. Returns None if the ranks cannot hold one complete model.
+    `sequences` is the number of microbatches in the global batch. If possible, the state is cut
+    into as many shards as before, and only the number of copies is reduced. If there are too few
+    ranks for a single copy, the state is cut into fewer shards. The new number of shards is then
+    the largest divisor of the new number of data ranks that is at most the former number of shards.
+    Experts stay distributed over the same number of ranks. Returns None if the ranks cannot hold
+    one complete model.
     """
     shards, expert = grid["shard"], grid["data_expert"]
     alone = grid.size // grid.data_size * expert
@@ -47,14 +48,15 @@ def widest_data_size(ranks: int, model_ranks: int, most: int, sequences: int) ->
 def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) -> list[int]:
     """Return, for each rank of `grid`, the index of the survivor that takes its coordinates.
 
-    `held[i]` has the former coordinates of survivor i, or None if it was a spare rank. The former
-    grid differs from `grid` at most in the size of the axis `YIELDING`. `nodes[i]` is the node of
-    survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
-    coordinates. Tensor-parallel groups therefore stay on their nodes, and little state must be
-    sent. A seat is a position in the grid whose rank was lost. A survivor is free if it was a spare
-    rank, or if its replica is not kept. The seat goes to a free survivor that holds the state of
-    this position. If there is no such survivor, the seat goes to a free survivor on the node of the
-    seat's tensor-parallel group, or else to the first free survivor."""
+    `held[i]` has the former coordinates of survivor i. It is None if survivor i was a spare rank,
+    or if the number of shards has changed, so that no former shard can be used. Apart from this
+    case, the former grid differs from `grid` at most in the size of the axis `YIELDING`. `nodes[i]`
+    is the node of survivor i. The replicas that lost the fewest ranks are kept, and their ranks
+    keep their coordinates. Tensor-parallel groups therefore stay on their nodes, and little state
+    must be sent. A seat is a position in the grid whose rank was lost. A survivor is free if it has
+    no former coordinates, or if its replica is not kept. The seat goes to a free survivor that
+    holds the state of this position. If there is no such survivor, the seat goes to a free survivor
+    on the node of the seat's tensor-parallel group, or else to the first free survivor."""
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
     for survivor, place in enumerate(held):
@@ -68,8 +70,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         free += replicas[data].values()
     rows = [replicas[data] for data in sorted(best[: grid[YIELDING]])]
     rows += [{} for _ in range(grid[YIELDING] - len(rows))]
-    # sort by node, and within a node by rank, so that a replica without survivors is filled in the
-    # order in which a run places its ranks at its start
+    # Sort by node, and within a node by rank. The ranks of a replica without survivors then have
+    # the same order as at the start of a run.
     free.sort(key=lambda survivor: (nodes[survivor], survivor))
     result = []
     for rank in range(grid.size):
@@ -78,8 +80,9 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         if seat not in row:
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
-            # False sorts before True, so the same state is preferred first, and then the same node:
-            # sending state costs more than messages between nodes
+            # The smallest pair is the best, and False is smaller than True. The first criterion is
+            # the same state, because sending state costs more than messages between nodes. The
+            # second criterion is the same node.
             fit = [
                 (not _holds(grid, held[survivor], here), nodes[survivor] not in near)
                 for survivor in free

@@ -84,12 +84,12 @@ def _split(layers: int, placed: Placement, head: float, first: int | None) -> tu
         base, odd = divmod(layers - last, stages - 1)
         largest = max(base + (odd > 0), last + head)
         rank = _largest_rank(base, odd, sizes, last + head)
-        # the work is rounded, so that the next criterion decides between splits that differ only by
-        # rounding errors
+        # The work is rounded. If two splits differ only by rounding errors, the next criterion
+        # therefore decides.
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
-    # the last stage also has the head, so it needs no more layers than a stage of an even split. If
-    # it had more, moving one of them to another stage would not make the split worse
+    # The last stage also has the head, so it never needs more than layers / stages layers, rounded
+    # up. If it had more, moving one of them to another stage would not make the split worse.
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
 
@@ -126,11 +126,11 @@ def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float)
     """Return the work of the rank with the most work, in units of layers, if `_spread` divides the
     layers.
 
-    The layers are divided among all stages except the last: each of these stages gets `base`
+    The layers are divided among all stages except the last. Each of these stages gets `base`
     layers, and `odd` layers remain. Each rank without the last stage gets k of the remaining
-    layers, and the rank with the last stage gets the rest of them. k is the smallest number for
-    which the rank with the last stage has no more work than the other ranks. `sizes` is (number of
-    ranks, stages per rank), and `last_work` is the work of the last stage.
+    layers, and the rank with the last stage gets all others. With the smallest possible k, the rank
+    with the last stage has no more work than the other ranks. `sizes` is (number of ranks, stages
+    per rank), and `last_work` is the work of the last stage.
     """
     pipeline, virtual = sizes
     own, others = (virtual - 1) * base + odd + last_work, pipeline - 1

@@ -51,10 +51,10 @@ def _torus(size: int, seed: int) -> Topology:
 
 
 def _hypercube(size: int, seed: int) -> Topology:
-    # if the size is not a power of two, the corners of the hypercube whose numbers are at least
-    # `size` are missing. Every rank still has a path to rank 0, because clearing a bit of its
-    # number gives the number of a smaller rank (incomplete hypercubes: Katseff 1988, IEEE Trans.
-    # Comput. 37)
+    # If the size is not a power of two, the hypercube has no ranks at the corners `size` and above.
+    # Every rank still has a path to rank 0: each step of the path clears one bit of the rank's
+    # number, which gives a smaller number (incomplete hypercubes: Katseff 1988, IEEE Trans. Comput.
+    # 37).
     bits = _powers(size)
     return Undirected("hypercube", size, lambda i: {i ^ bit for bit in bits if i ^ bit < size})
 
@@ -68,9 +68,8 @@ def _exponential(size: int, seed: int) -> Topology:
 
 
 def _one_peer(size: int, seed: int) -> Topology:
-    # Assran et al. 2019 (arXiv 1811.10792), Ying et al. 2021 (arXiv 2110.13363): log2 n steps
-    # compute an exact average if n is a power of two, and the weights are doubly stochastic for
-    # every n
+    # If n is a power of two, log2 n steps compute the exact average. For every n, the weights are
+    # doubly stochastic (Assran et al. 2019, arXiv 1811.10792; Ying et al. 2021, arXiv 2110.13363).
     offsets = [[power] for power in _powers(size)]
     return Circulant("one_peer_exponential", size, offsets or [[]])
 

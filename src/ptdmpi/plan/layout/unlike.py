@@ -51,10 +51,10 @@ def _least_most(sums: Sequence[float], count: int, head: float) -> float:
 
 
 def _lowest(sums: Sequence[float], count: int, head: float, most: float) -> list[int] | None:
-    """Return the lowest possible end of each of `count` stages, if no stage may have more work than
-    `most`. The end of a stage is the number of the layer after the stage's last layer. Return None
-    if no such split exists. Stages are filled from the last to the first. `sums[i]` is the work of
-    the first i layers together, and `head` is the work of the head."""
+    """Return the lowest possible end of each of `count` stages. The end of a stage is the number of
+    the layer after the stage's last layer. No stage may have more work than `most`. Return None if
+    no such split exists. Stages are filled from the last to the first. `sums[i]` is the work of the
+    first i layers together, and `head` is the work of the head."""
     layers = len(sums) - 1
     ends = [layers]
     room = most - head

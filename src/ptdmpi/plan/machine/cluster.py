@@ -123,8 +123,8 @@ class Software(FrozenTable):
     - `adds_wide` is True if the product of a weight's gradient in fp16 or bf16 adds to a float32
       sum in one kernel, as on NVIDIA's GPUs, so that no memory for the product is needed.
     - `kept_block` is the number of queries in a block, if the forward of causal attention keeps the
-      probabilities of each block for the backward. It is 0 if the backward computes the
-      probabilities again.
+      probabilities of each block for the backward. A value of 0 means that the backward computes
+      the probabilities again.
     - `forward_block` and `backward_block` are the numbers of queries in a block, if a CPU computes
       the forward or the backward of causal attention by matrix products. A value of 0 means that
       the CPU uses a fused kernel, which holds few scores at a time.
@@ -140,7 +140,7 @@ class Software(FrozenTable):
 
     Communication:
     - `overlap_pipeline` is True if messages over the pipeline axis are transferred while their
-      ranks compute. It also applies to the messages of ring attention.
+      ranks compute. `overlap_pipeline` also applies to the messages of ring attention.
     - `overlap_tensor` is True if messages over the tensor axis are transferred while their ranks
       compute.
     - `overlap_context` is True if context-parallel ranks gather keys and values while they compute
@@ -148,8 +148,8 @@ class Software(FrozenTable):
     - `zero_unit` is "tensor" if ZeRO 3 gathers each weight by a message of its own, and "layer" if
       it gathers all weights of a layer by one message.
     - `groups_per_adapter` is the number of groups of a node's ranks that send through the same
-      network adapter if several groups communicate at the same time. If it is more than 1, other
-      adapters are idle meanwhile.
+      network adapter if several groups communicate at the same time. If this number is more than 1,
+      other adapters of the node are idle at that time.
 
     Stages and state:
     - `gradient_bytes` is the size of one element of a gradient in the sum over the data axis.
@@ -335,9 +335,9 @@ def unknown_cluster(name: str) -> str:
 def load_model(text: str) -> Model:
     """Return the model that `text` describes.
 
-    `text` is the name of a preset, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200". It can also
-    be the name of a preset followed by sizes, such as "llama-65b,s=8192". These sizes then replace
-    the preset's own sizes. A size may also be given by its key in the section [model] of a
+    `text` is the name of a preset, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200". `text` can
+    also be the name of a preset followed by sizes, such as "llama-65b,s=8192". These sizes then
+    replace the preset's own sizes. A size may also be given by its key in the section [model] of a
     configuration, such as kv_heads=8. The defaults are 2048 for s and 51200 for V. Raises
     InputError for unknown names and illegal sizes.
     """

@@ -63,7 +63,7 @@ class Machine:
         self.peak = device.peak(dtype)
         rate = self.peak
         if element_bytes > 1 and PRECISIONS[dtype].product.scaled and "bf16" in device.peak_flops:
-            rate = device.peak("bf16")  # for all matrix products except those of 8-bit codes
+            rate = device.peak("bf16")  # except for products of 8-bit codes
         self.tile_rate = rate * reached.gemm_fraction / device.multiprocessors
         self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
         self._gemms: dict[tuple[int, int, int, int], float] = {}
@@ -127,11 +127,12 @@ class Machine:
                 waves = -(-tiles * split // processors)
                 depth = -(-k // (split * step)) * step
                 compute_s = waves * depth * self._step_s[rows, columns]
-                # the parts of a split sum are written in float32, read and summed
+                # If the summed dimension is cut, the partial sums are written in float32, read and
+                # added up.
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
-                # there are enough tiles for all multiprocessors, so cutting the summed dimension
-                # into more parts would only cost time
+                # With enough tiles for all multiprocessors, cutting the summed dimension into more
+                # parts would only cost time.
                 if tiles >= processors:
                     break
         if self.element_bytes <= 2 and any(
@@ -190,7 +191,8 @@ class Machine:
 
         `products` is the number of matrix products: 2 in a forward, 5 in a backward. Inputs are
         read once, and outputs are written once. Exponentials do not overlap with the matrix
-        products of the same tile (Shah et al. 2024, arXiv 2407.08608, section 3.1).
+        products of the same tile (Shah et al. 2024, arXiv 2407.08608, section 3.1), so the times of
+        both are added.
         """
         device = self.cluster.device
         scores = self.causal_scores(rows, columns)
@@ -230,8 +232,8 @@ class Machine:
         if group.nodes == 1:
             return self.link_rate
         network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
-        # several groups with only some of a node's ranks may choose the same adapter (see
-        # `Software`)
+        # If a group has only some of a node's ranks, other groups may send through the same adapter
+        # (see `groups_per_adapter` of `Software`).
         if group.per_node < self.cluster.node.devices:
             network /= self.cluster.software.groups_per_adapter
         return network if group.per_node == 1 else min(network, self.link_rate)

@@ -113,9 +113,9 @@ class MeasuredMachine(Machine):
         times = table.backward_s_per_score if backward else table.forward_s_per_score
         (small, large), sizes = times, table.head_sizes
         share = (head_size - sizes[0]) / (sizes[1] - sizes[0])
-        # interpolate on a straight line through both measured sizes. Below the smaller size, the
-        # line could fall below 0. So the result is at least half of the time at the smaller size,
-        # scaled in proportion to the head size
+        # Interpolate on a straight line through both measured head sizes. Below the smaller size
+        # s0, whose time is t, the line could fall below 0. Therefore the result for a head size s
+        # is at least t s / (2 s0).
         per_score_s = max(small * head_size / sizes[0] * 0.5, small + share * (large - small))
         return self._kernel_s(self.causal_scores(rows, columns) * per_score_s)
 

@@ -43,9 +43,9 @@ def preset_file(name: str) -> Traversable | None:
 
 
 def nearest_cluster(name: str) -> str | None:
-    """Return the name of the preset cluster that a user who wrote `name` probably meant: a cluster
-    whose device or name occurs in `name` (for example in "H100-PCIe"), or else the cluster with the
-    most similar name. Return None if no name is similar."""
+    """Return the name of the preset cluster that a user who wrote `name` probably meant. This is a
+    cluster whose device or name occurs in `name` (for example in "H100-PCIe"), or else the cluster
+    with the most similar name. Return None if no name is similar."""
     name = name.lower()
     inside = [cluster for alias, cluster in ALIASES.items() if alias in name]
     # aliases come first, because "gh200" also contains "h200"

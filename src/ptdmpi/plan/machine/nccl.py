@@ -80,7 +80,7 @@ TREE_SHARE = 0.9  # Fraction of a ring's rate that a tree reaches.
 # all-gather together are an all-reduce.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
 # The rate that trees reach, in tenths of their largest rate, for tensors of 64 bytes, 128 bytes,
-# ..., 128 MiB. One row for each protocol in TREES.
+# ..., 128 MiB. There is one row for each protocol in TREES.
 TREE_TENTHS = (
     (10, 10, 10, 10, 10, 9, 8, 8, 8, 7, 6, 6, 6, 5, 6, 6, 7, 7, 8, 9, 9, 10),
     (9, 9, 9, 9, 9, 9, 9, 8, 7, 6, 6, 5, 5, 5, 5, 5, 5, 6, 6, 7, 8, 9),

@@ -4,8 +4,8 @@ the sizes of the model.
 
 The function `held.held` visits all ops of an order to find the highest memory of one model and
 layout. A search needs the highest memory of thousands of layouts, but these layouts have only a few
-different orders. Therefore the functions of this file visit each order only once. They find the few
-moments at which the memory can be the highest, whatever the sizes of the model are.
+different orders. Therefore the functions of this file visit each order only once. For each order,
+they find the few moments at which the memory of any model can be the highest.
 """
 
 from collections.abc import Iterable
@@ -17,10 +17,10 @@ from ptdmpi.plan.schedule.ops import OP_KINDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
-# A round is p microbatches, where p is the number of pipeline ranks. After this number of rounds, a
-# schedule is in steady state: each further round has the same numbers of microbatches in memory,
-# or, in a schedule that keeps all microbatches, each round adds p microbatches to each store (see
-# `Moment`).
+# A round is p microbatches, where p is the number of pipeline ranks. After ROUNDS rounds, a
+# schedule is in steady state. If the schedule keeps all microbatches (as GPipe does), each further
+# round adds p microbatches to each store (see `Moment`). Otherwise each further round has the same
+# numbers of microbatches in memory as the round before.
 ROUNDS = 3
 NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # returns (kind, stage) of an op
@@ -50,8 +50,8 @@ class Moment(NamedTuple):
 
     `working` is the name and the stage of the working memory of the running op, or `NOTHING` if the
     op needs no working memory. `held` has the number of microbatches for each store of the
-    `Flight`. The numbers include the microbatch of the running op, unless this op frees one
-    inventory and keeps another.
+    `Flight`. The numbers include the microbatch of the running op. There is one exception: if this
+    op frees one inventory and keeps another, both are counted in its working memory instead.
     """
 
     working: tuple[str, int]
@@ -62,10 +62,10 @@ class Flight(NamedTuple):
     """The stores of a rank, and the moments at which the rank may hold the most memory. A store is
     the memory for one set of tensors (inventory) of one stage.
 
-    `stores` has a pair (inventory, stage) for each store of the rank, in order of stages. A moment
-    is left out if another moment with the same working memory holds at least as much in every
-    store. A moment without working memory is left out if any other moment holds at least as much in
-    every store.
+    `stores` has a pair (inventory, stage) for each store of the rank, in order of stages. Moments
+    that cannot have the most memory are left out. A moment with working memory is left out if
+    another moment with the same working memory holds at least as much in every store. A moment
+    without working memory is left out if any other moment holds at least as much in every store.
     """
 
     stores: tuple[tuple[str, int], ...]
@@ -77,9 +77,10 @@ def fullest(order: RankOrder) -> Flight:
     """Return the moments of a step at which a pipeline rank may hold the most memory, if the rank
     runs its ops in the order `order`."""
     pipeline, microbatches = order.pipeline, order.microbatches
-    # if there are many microbatches, the order for a smaller number of microbatches (`shorter`) is
-    # visited instead. `shorter` must have the same remainder modulo `pipeline` as `microbatches`,
-    # because interleaving pads the last round, so that the moments depend on the remainder
+    # If there are many microbatches, the order for a smaller number of microbatches (`shorter`) is
+    # visited instead. Interleaving pads the last round, so the moments depend on the number of
+    # microbatches in this round. Therefore `shorter` has the same remainder modulo `pipeline` as
+    # `microbatches`.
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(order)
@@ -87,8 +88,8 @@ def fullest(order: RankOrder) -> Flight:
     if all(max(moment.held) < shorter for moment in first.moments):
         return first  # no store holds all microbatches, so the schedule is in steady state
     second = _walked(order._replace(microbatches=shorter + pipeline))
-    # schedules such as GPipe keep all microbatches, so every further round adds the same numbers to
-    # the stores
+    # The schedule keeps all microbatches, so every further round adds the same numbers to the
+    # stores.
     rounds = (microbatches - shorter) // pipeline
     later = []
     for fewer, more in zip(first.moments, second.moments, strict=True):
@@ -99,11 +100,9 @@ def fullest(order: RankOrder) -> Flight:
 
 @lru_cache(maxsize=16384)
 def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
-    """Return the result of `fullest`, but merge the stores of stages that have equal sizes.
-
-    `alike[i]` is the number of the group to which the rank's i-th stage belongs. Stages with equal
-    sizes are in the same group. In the result, the number of a group replaces the number of a
-    stage.
+    """Return the result of `fullest`, but merge the stores of stages that need the same memory.
+    Such stages form a group, and `alike[i]` is the number of the group of the rank's i-th stage. In
+    the result, the number of a group replaces the number of a stage.
     """
     flight = fullest(order)
     own = order.placed.stages_of(order.rank)
@@ -144,8 +143,8 @@ def _walked(order: RankOrder) -> Flight:
     }
     now, grown = [0] * len(stores), 0
     seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    # working memory -> the value of `grown` at the last moment that was recorded for this working
-    # memory
+    # `grown` counts how often a store has grown. Working memory -> `grown` at the last moment that
+    # was recorded with this working memory
     recorded: dict[tuple[str, int], int] = {}
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
         # True if the op frees one inventory and keeps another
@@ -153,9 +152,9 @@ def _walked(order: RankOrder) -> Flight:
         if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1
-        # if the op has working memory, record a moment if a store has grown since the last moment
-        # that was recorded with this working memory. Before a store shrinks, record a moment
-        # without working memory if a store has grown since the last recorded moment
+        # A moment is recorded only if a store has grown since the last moment that was recorded
+        # with the same working memory. For an op with working memory, the moment is during the op.
+        # A moment without working memory is recorded before a store shrinks.
         if working != NOTHING and recorded.get(working) != grown and not trades:
             recorded[working] = recorded[NOTHING] = grown
             seen.setdefault(working, set()).add(tuple(now))

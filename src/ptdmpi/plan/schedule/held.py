@@ -27,10 +27,9 @@ def held(
     An inventory is a set of tensors that a stage keeps for one microbatch, and `size(inventory,
     stage)` is the size of this set. `beside(works, stage)` is the size of an op's working memory,
     where `works` is the name in the op's row of `OP_KINDS`. The results have the unit of `size` and
-    `beside`. If no op of the order frees an inventory, the op that makes the inventory also
-    releases it at the end of the op. This happens in validation, where a forward keeps nothing for
-    a backward. If an op keeps one inventory and frees another, its working memory includes both
-    inventories.
+    `beside`. If no op of the order frees an inventory, the inventory is in memory only during the
+    op that makes it. This happens in validation, where a forward keeps nothing for a backward. If
+    an op keeps one inventory and frees another, its working memory includes both inventories.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0

@@ -1,9 +1,9 @@
 """The table of the kinds of ops. An op is a computation on one microbatch in one pipeline stage,
 such as a forward. A row of the table has all properties of one kind of op.
 
-All code that depends on the kind of an op reads `OP_KINDS`: the text of ops, their dependencies,
-the method that the runner calls, spans, drawings, simulated costs, and the memory that a rank
-holds. A new kind of op needs three things: a row in this table, the method of
+All code that depends on the kind of an op reads the table `OP_KINDS`. This code handles the text of
+ops, their dependencies, the method that the runner calls, spans, drawings, simulated costs, and the
+memory that a rank holds. A new kind of op needs three things: a row in this table, the method of
 `ptdmpi.model.stage.Stage` that the row names, and a schedule that uses the kind.
 """
 

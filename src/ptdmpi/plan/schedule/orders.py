@@ -138,8 +138,8 @@ class Schedule:
         """Return True if `op` adds to the gradients of its stage, and no later op adds another
         contribution of the same microbatch."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
-        # if several kinds of ops add gradients, the kind that runs last must run after all other
-        # kinds that add gradients, so its `after` contains them
+        # If several kinds of ops add gradients, `op` is the last of them if its `after` names all
+        # others.
         return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:
@@ -214,9 +214,9 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
     In the order of the paper, p must divide m. If p does not divide m, the order for m rounded up
     to a multiple of p is built, and the ops of the additional (phantom) microbatches are omitted.
     An op needs only ops of its own microbatch, so the remaining ops never wait for an omitted op,
-    and the shorter order has no deadlock. Every chain of ops that wait for each other in the
-    shorter order is part of such a chain in the full order, so the makespan is at most the makespan
-    for m rounded up.
+    and the shorter order has no deadlock. In the shorter order, an op waits only for ops for which
+    it also waits in the full order. Therefore the makespan is at most the makespan for m rounded
+    up.
     """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
@@ -307,13 +307,13 @@ class ScheduleKind:
     For p ranks, v chunks per rank and m microbatches, `generate(rank, stages of the rank, p, m)`
     yields the order of one rank, and `place(stage, p, v)` returns the rank of a stage.
     `earlier_holds_more` is True if each rank r holds at least as many microbatches as rank r + 1.
-    More exactly, each op of rank r + 1 has a corresponding op of rank r on the same chunk. During
-    the op of rank r, this rank has at least as many microbatches of every chunk in flight as rank r
-    + 1 has during the op of rank r + 1. If both ranks have equal stages, rank r therefore needs at
-    least as much memory. If `splits` is True, each backward is split into two ops. `ahead(rank, p,
-    v, m)` is a lower bound of the number of forwards that a rank runs before the first op that
-    frees memory. A search uses this bound to exclude layouts that cannot fit. The default bound, 0,
-    is valid for every schedule.
+    More exactly, for each op of rank r + 1, rank r has an op on the same chunk. During its op, rank
+    r has at least as many microbatches of every chunk in flight as rank r + 1 has during the
+    corresponding op. If both ranks have equal stages, rank r therefore needs at least as much
+    memory. If `splits` is True, each backward is split into two ops. `ahead(rank, p, v, m)` is a
+    lower bound of the number of forwards that a rank runs before the first op that frees memory. A
+    search uses this bound to exclude layouts that cannot fit. The default bound, 0, is valid for
+    every schedule.
     """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]

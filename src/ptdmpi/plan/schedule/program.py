@@ -67,7 +67,7 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     reached the action, and the action proceeds. Messages between two ranks match in order, because
     both ranks follow the same total order. This proof also holds for devices that execute queued
     actions in order (`tests/plan/schedule/_queues.py`). The proof also holds for collectives that
-    are called inside an op or started at the end of an op: all replicas execute the same program,
+    are called inside an op or started at the end of an op. All replicas execute the same program,
     so such a collective has the position of its op in the total order. An output is sent as soon as
     it is computed, because no other Compute comes between the Compute of an op and the Send of its
     output. Raises DeadlockError if ops of the schedule wait for each other in a circle.
@@ -102,8 +102,8 @@ def post_early(program: Program) -> Program:
     Use this function for transports such as MPI, which have nonblocking receives and match the
     messages of each pair (sender, receiver) separately. The receive is then posted one op earlier,
     and the message can arrive while this op is computed. Only nonblocking receives may be moved. A
-    blocking receive could wait for a message that depends on an op which this rank runs only after
-    the receive, and a receive in a device's queue would delay the messages after it.
+    blocking receive could wait forever, because its message may depend on an op that this rank runs
+    only after the receive. A receive in a device's queue would delay the messages after it.
     """
     early: list[Action] = []
     since_compute: list[Action] = []  # the last Compute action and the Send actions after it

@@ -21,9 +21,9 @@ def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
 
     There are p ranks and m microbatches. Rank r starts with p - r - 1 forwards, as in 1F1B. After
     the I of microbatch i, rank r runs the W of microbatch i - r. So each rank stores the tensors of
-    at most p microbatches whose W is not done yet, which is as much as rank 0 stores in 1F1B. If W
-    takes no longer than I, and p <= m, a rank is idle for (p - 1) (F + I - W), where F, I and W are
-    the times of a forward, of an op I and of an op W.
+    at most p microbatches whose W is not done yet, which is as much as rank 0 stores in 1F1B. Let
+    F, I and W be the times of a forward, of an op I and of an op W. If W <= I and p <= m, a rank is
+    idle for (p - 1) (F + I - W).
     """
     (stage,) = chunks
     warm_up = min(pipeline - rank - 1, microbatches)

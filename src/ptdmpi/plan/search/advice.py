@@ -97,7 +97,7 @@ def difference(layout: Layout, changed: Layout) -> str:
         if getattr(changed, name) != getattr(layout, name)
     ]
     kinds = {layout.schedule, changed.schedule}
-    # if neither schedule is GPipe, the numbers of chunks already say which schedules they are
+    # Unless one schedule is GPipe, the number of chunks already says which schedule it is.
     if len(kinds) == 2 and "gpipe" in kinds:
         words.append(f"--schedule {changed.schedule}")
     before = (layout.recompute, layout.recompute_layers)

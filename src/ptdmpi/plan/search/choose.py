@@ -42,7 +42,8 @@ def bare(tree: Mapping[str, Any]) -> Config:
         if isinstance(section, dict):
             left[name] = {key: value for key, value in section.items() if key not in keys}
     together = left.get("task", {}).get("choices")
-    # the microbatch size must be a multiple of `task.choices`
+    # The default microbatch size may be illegal, because the size must be a multiple of
+    # `task.choices`.
     if together and isinstance(left.get("batch"), dict):
         left["batch"]["micro_size"] = together
     run = left.get("run")

@@ -8,17 +8,18 @@ sequence parallelism, schedule, scattering of messages, sharding and offload.
 Each layout has two lower bounds of its step time. The first bound (`Pricer.rough_bound_s`) is
 computed from the mean work of a rank. The second bound (`Pricer.bound_s`) is the maximum of the
 bounds of all ranks. The first bound is never greater than the second bound, and is cheaper to
-compute. The second bound is in turn cheaper to compute than the simulated step time. The search
-visits the layouts in ascending order of the first bound (with their fastest sharding), and
-simulates the visited layouts in ascending order of the second bound. The search ends when the
-bounds of all other layouts are at least the step time of the slowest kept layout. (For a layout
-that is not yet visited, this is the first bound; for a visited layout, it is the second bound.)
-When the search ends, no other layout can be among the fastest, so the result is the same as if
-every layout were simulated.
+compute. Computing the second bound is still cheaper than simulating the step. The search visits the
+layouts in ascending order of the first bound (with their fastest sharding), and simulates the
+visited layouts in ascending order of the second bound. The search ends when the bounds of all
+layouts that are not simulated are at least the step time of the slowest kept layout. (The first
+bound counts for layouts that are not yet visited, and the second bound for visited layouts.) At
+that time, no other layout can be among the fastest, so the result is the same as if every layout
+were simulated.
 
-A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
-second pass simulates a layout only if it is simpler than all such layouts of the first pass, and if
-its bound is less than 1 + `tie` times the shortest step time (`tie` is an argument of `search`).
+A second pass finds the simplest of the layouts that are almost as fast as the fastest layout.
+Almost as fast means that the step time is less than 1 + `tie` times the shortest step time (`tie`
+is an argument of `search`). The second pass simulates a layout only if its bound is below this
+limit, and if the layout is simpler than the simplest such layout of the first pass.
 """
 
 import bisect
@@ -53,7 +54,7 @@ from ptdmpi.plan.search.space import (
 
 HEADROOM = 8  # Percent of a device's memory that a plan keeps free.
 # In a plan, layouts whose step times differ by less than this fraction are treated as equally fast,
-# because the error of a predicted step time is larger than this fraction.
+# because predicted step times have larger errors.
 TIE = 0.02
 # largest number of layouts in a search; a search over this many layouts takes a minute and half a
 # gigabyte of memory
@@ -231,9 +232,9 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     into memory, no other variant fits, because the first variant needs the least memory.
 
     If the first variant recomputes nothing and does not fit, yield the variant that recomputes just
-    enough layers to fit. In a pipeline, stages that recompute nothing would wait for the others, so
-    yield this variant there only if `space.uneven` is True, that is, if the search may try uneven
-    stages.
+    enough layers to fit. In a pipeline, this variant is yielded only if `space.uneven` is True (if
+    the search may try uneven stages), because stages that recompute nothing would wait for the
+    others.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):

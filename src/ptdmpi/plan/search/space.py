@@ -69,9 +69,9 @@ class Space:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the values of `scatter_gather` and `dp_overlap` that all layouts of the function
-        `groups` have. (The function `variants` later also tries the other value of
-        `scatter_gather`.)"""
+        """Return values of `scatter_gather` and `dp_overlap`. All layouts that the function
+        `groups` yields have these values. (The function `variants` later also tries the other value
+        of `scatter_gather`.)"""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
@@ -235,8 +235,8 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
         rows = itertools.product(contexts(space, config), divisors(space.ranks // tensor))
         for context, pipeline in rows:
             data, rest = divmod(space.ranks // tensor, context * pipeline)
-            # check these sizes before a layout is made, because this already excludes most layouts
-            # if the batch is large
+            # Checking these sizes before a layout is made saves time: if the batch is large, these
+            # checks exclude most layouts.
             if rest or pipeline > config.layers or not data or batch % data:
                 continue
             if space.data is not None and data not in space.data:
@@ -295,7 +295,7 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
     variants in which messages between stages are not scattered over the tensor-parallel ranks. No
     variant needs less memory than the layout itself: GPipe keeps the activations of all
     microbatches, and without scattering each stage still receives the whole tensor."""
-    yield layout  # the first variant rarely fits, and then the search asks for no other
+    yield layout  # if it does not fit, as in most cases, the search asks for no other
     kinds = [layout.schedule]
     scatters = [layout.scatter_gather]
     if layout.pipeline > 1 and space.schedule is None:

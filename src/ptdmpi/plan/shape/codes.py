@@ -16,19 +16,19 @@ from ptdmpi.plan.shape.parameters import embedding, head, layer
 
 # SPARSE and QUANTISED are the largest numbers of elements of a unit in sparse codes and in
 # quantized codes. With these sizes, an index in a sparse code has 12 bits, and a float32 scale in a
-# quantized code adds 1/16 bit per element. The units of QSGD must be small, because its variance
-# grows with the size of a unit. (Alistarh et al. 2017, section 3.3, also use 512.) For int8 and
-# int4, the key `block` gives the size of a unit.
+# quantized code adds 1/16 bit per element. The units of QSGD must be small, because the variance of
+# QSGD grows with the size of a unit. (Alistarh et al. 2017, section 3.3, also use 512.) For int8
+# and int4, the key `block` gives the size of a unit.
 SPARSE, QUANTISED = 4096, 512
 # Largest number of elements that are encoded at once, unless a single tile has more. A tile
 # consists of neighbouring rows or columns of a parameter.
 MOST_ELEMENTS = 2**20
 # Encoding and decoding need working memory. For each element, this memory holds at most NUMBERS
-# floating-point numbers and INTEGERS 64-bit integers. Some kinds of error feedback need more
-# floating-point numbers per element; MORE_NUMBERS has how many more. With double_squeeze and
-# neolithic, each tile is averaged by one data rank, the server of the tile. The memory of a server
-# is counted as if the server averaged all tiles. The values of NUMBERS, INTEGERS and MORE_NUMBERS
-# are measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
+# floating-point numbers and INTEGERS 64-bit integers. Some kinds of error feedback need additional
+# floating-point numbers per element (MORE_NUMBERS). With double_squeeze and neolithic, each tile is
+# averaged by one data rank, the server of the tile. The memory of a server is counted as if the
+# server averaged all tiles. The values of NUMBERS, INTEGERS and MORE_NUMBERS are measured, and a
+# test checks them (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 

@@ -44,8 +44,9 @@ class Slice(NamedTuple):
 
 def slices(own: range, unit: range, shards: int) -> list[Slice]:
     """Return the slices of a parameter that the shards store. `own` is the range of the parameter's
-    elements in the flat order. `unit` is a range that contains `own` and is divided evenly among
-    `shards` shards. Shards that store no element of the parameter are left out."""
+    elements in the flat order. `unit` is the range of a set of parameters, including this one, that
+    is divided evenly among `shards` shards. Shards that store no element of the parameter are left
+    out."""
     share = len(unit) // shards
     low = (own.start - unit.start) // share
     high = (own.stop - 1 - unit.start) // share

@@ -46,12 +46,12 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     """Return the FLOPs per token of the output head's forward pass.
 
     The result is 2 V h, with vocabulary size V and hidden size h. For a masked language model, the
-    FLOPs of the linear layer that BERT has before its output head are added, and the sum is
-    multiplied by the default fraction of positions that the head predicts. A head that computes
-    scores for a complete sequence processes only one position of each sequence, so its FLOPs are
-    divided by the sequence length. BERT's classifier for the order of two segments is not counted.
-    The modules for multi-token prediction, which come after the last layer, are counted with all
-    their operators.
+    linear layer that BERT has before its output head is also counted. This layer and the head
+    process only the positions that the head predicts, so their FLOPs are multiplied by the default
+    fraction of these positions. A head that computes scores for a complete sequence processes only
+    one position of each sequence, so its FLOPs are divided by the sequence length. BERT's
+    classifier for the order of two segments is not counted. The modules for multi-token prediction,
+    which come after the last layer, are counted with all their operators.
     """
     ahead = 0.0
     for number in range(model.mtp_modules):

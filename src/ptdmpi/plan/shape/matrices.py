@@ -66,8 +66,8 @@ def wholes_of(parts: Iterable[Part], tensor: int) -> list[Whole]:
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """Return the number of elements of all matrices that Muon updates as wholes, summed over the
-    layers of the model."""
+    """Return the number of elements in all matrices of the model that Muon updates, summed over the
+    layers."""
     return sum(
         count * sum(matrix.local for matrix in wholes(model, 1, kind=kind))
         for kind, count in model.runs()
@@ -93,7 +93,7 @@ def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widen
 
     The owner stores `own` elements of its tensor-parallel slice of the parameter. The memory is
     largest at one of three points of the update. At the first point, the stored elements are
-    converted to the type in which Muon iterates; if other ranks have the rest of the slice, there
+    converted to the type in which Muon iterates. If other ranks have the rest of the slice, there
     is also a buffer for the whole slice. At the second point, the slices of all tensor-parallel
     ranks are gathered and joined into the whole parameter. At the third point, memory holds the
     whole parameter and one of two sets of tensors. The first set is the iterate, the next iterate,

@@ -232,11 +232,11 @@ def places(
 
 
 def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
-    """Return three numbers for a rank that has the part `held` of a model: the number of all
-    parameters, the number of trained parameters, and the number of trained parameters of a tied
-    table that the rank uses twice (0 unless the rank has both the embedding and the head). The
-    first two numbers count such a table once. The third number is needed because the second use of
-    the table has a separate gradient.
+    """Return three numbers for a rank that has the part `held` of a model. The first is the number
+    of all parameters, and the second is the number of trained parameters. These two numbers count a
+    tied table once. The third is the number of trained parameters of a tied table that the rank
+    uses twice, or 0 unless the rank has both the embedding and the head. The third number is needed
+    because the second use of the table has a separate gradient.
     """
     table = embedding(model, vocab_size)
     held_layers = [(count, layer(model, kind, held.dealing)) for kind, count in _counts(held.runs)]
@@ -311,8 +311,8 @@ def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list
     """Return the number of elements of each unit (see `places`) of the frozen weights that are not
     quantized. ZeRO 3 gathers these weights.
 
-    The number of quantized weights is subtracted from the number of frozen weights of each layer.
-    This number is the same for all layers, even for layers without a backward.
+    `places` also counts quantized weights in the unit of each layer, so their number is subtracted.
+    All layers have the same number of quantized weights, even layers without a backward.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

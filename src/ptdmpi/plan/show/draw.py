@@ -33,7 +33,8 @@ _TURNS: dict[bool, dict[str, Any]] = {
 }
 # Leave out the date, so that two pictures of the same timeline are identical files.
 _METADATA = {"svg": {"Date": None}}
-# a legend with entries longer than 18 characters has fewer columns
+# A legend has _LEGEND_COLUMNS columns, and two more if all its entries are shorter than
+# _SHORT_ENTRY characters.
 _LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18
 _COLORS = {
     "send": "#e0a458",
@@ -145,7 +146,8 @@ def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
     """Return the largest scale, in columns per second, at which the timeline fits into `columns`
     columns of a terminal. If all ops start and end at multiples of the time of the shortest op, the
-    shortest op gets a whole number of columns."""
+    scale is rounded down so that this time is a whole number of columns. Then no op is shortened or
+    lengthened by rounding."""
     if timeline.makespan_s <= 0:
         return 0.0
     computes = [span for span in timeline.spans if span.computes]

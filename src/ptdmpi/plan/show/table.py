@@ -142,8 +142,8 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def duration(seconds: float, of: float) -> str:
-    """Return a time of `seconds` seconds as text, in s, ms or us. The unit is the largest of these
-    that is not longer than the total time `of`, in seconds."""
+    """Return a time of `seconds` seconds as text. `of` is the total time of which it is a part, in
+    seconds, and determines the unit: s from 1 s on, ms from 1 ms on, and otherwise us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"

@@ -83,10 +83,10 @@ def module(model: ModelConfig, vocab_size: int, number: int) -> tuple[Operator, 
 
 
 def _is_read_again(model: ModelConfig, number: int) -> bool:
-    """Return True if module `number` + 1 keeps the activation that the output head after module
-    `number` reads. If `number` is -1, the output head is the head of the model itself. With muP,
-    the result is False: the input of the head is multiplied by a factor, and the head keeps the
-    product, which no module reads."""
+    """Return True if the next module keeps the activation that the output head after module
+    `number` reads, so that the head need not keep it. If `number` is -1, the output head is the
+    head of the model itself. With muP, the result is False: the head multiplies its input by a
+    factor and keeps the product, which no module reads."""
     return number + 1 < model.mtp_modules and model.width_ratio == 1.0
 
 

@@ -22,8 +22,8 @@ def queries_at_once(sizes: Sizes) -> int:
     if sizes.model.sliding_window:
         return min(QUERY_BLOCK, queries)
     if queries < sizes.model.seq_length:
-        # in zigzag order this rank has two runs of consecutive queries; one call computes the
-        # gradients of a run and of all keys before it
+        # With context parallelism, a rank has two chunks of the sequence. One call of the kernel
+        # has the queries of one chunk, and all keys up to the end of this chunk.
         return queries // 2
     return queries if queries >= WHOLE_RUN else min(QUERY_BLOCK, queries)
 
@@ -39,9 +39,9 @@ def kept_probabilities(sizes: Sizes) -> int:
     if model.attention != "causal" or model.attention_softcap or _is_whole(sizes):
         return 0
     count = 0
-    # in zigzag order, c ranks cut a sequence into 2c chunks, and the first rank has the first and
-    # the last chunk; all ranks have the same number of probabilities, so count those of the first
-    # rank
+    # With context parallelism on c ranks, a sequence is cut into 2c chunks, and the first rank has
+    # the first and the last chunk. All ranks have the same number of probabilities, so those of the
+    # first rank are counted.
     runs = [range(model.seq_length)]
     if core_shape(sizes).queries < model.seq_length:
         chunk = model.seq_length // (2 * sizes.layout.context)
@@ -61,9 +61,9 @@ def product_bytes(sizes: Sizes, backward: bool) -> int:
     The forward has copies of queries and keys in float32 or float64, and a copy of values. In
     addition to these copies, the backward has copies of queries, keys and output gradients in their
     own type, and the gradients of queries, keys, values and outputs. The gradients of keys and
-    values are in float32 or float64. In addition, the memory holds the scores of one block of
-    queries in float32 or float64, their probabilities in the type of queries and keys, and, in a
-    backward, the gradients of both in the type of matrix products.
+    values are in float32 or float64. For one block of queries, the memory also holds the scores (in
+    float32 or float64) and the probabilities (in the type of queries and keys). In a backward, it
+    also holds the gradients of scores and probabilities, in the type of matrix products.
     """
     block = _product_block(sizes, backward)
     if not block:
@@ -80,18 +80,20 @@ def product_bytes(sizes: Sizes, backward: bool) -> int:
         group=group * batch,
         most=block,
     )
-    # for each score, the memory holds its value and its exponential, its tanh if scores have a cap,
-    # and its probability if probabilities have a type of their own
+    # For each score, the memory holds its value and its exponential. With a soft cap, it also holds
+    # the score's tanh, and if probabilities have a narrower type, a copy of the probability in this
+    # type.
     capped = wide if model.attention_softcap else 0
     softmax = capped + 2 * wide + (c if c < wide else 0)
     copies = (rows + keys) * d * wide + keys * v * c
     if not backward:
         return copies + max(scores * softmax, rows * d * wide)
     copies += (rows * (2 * d + 2 * v) + keys * d) * c + keys * (d + v) * wide
-    # the result of one block's matrix product, which is added to the gradients of keys or values
+    # One block's contribution to the gradients of keys or values is in memory until it is added to
+    # these gradients.
     added = scores // (group * min(block, shape.queries)) * max(d, v) * wide
-    # for each score, the backward holds its tanh (with a cap), its probability, a copy of the
-    # probability in the type of the products, and the gradients of score and probability
+    # For each score, the backward holds the probability, a copy of the probability in the type of
+    # the products, and the gradients of both. With a soft cap, it also holds the score's tanh.
     derivative = capped + c + 2 * operand + (operand if c < operand else 0)
     return copies + scores * max(softmax, derivative) + added
 

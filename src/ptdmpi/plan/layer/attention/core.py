@@ -34,10 +34,11 @@ from ptdmpi.plan.layer.sizes import Sizes
 FUSED_KEYS = 2048
 FUSED_HEADS = 4
 # Bytes that the softmax moves for each score, as (forward, backward). The numbers are for scores of
-# two bytes. The fused kernel reads only the half of the scores that the causal mask allows, but
-# writes all scores. Without fusion, each term of a sum is one kernel. The kernels of the forward
-# convert to float32, scale, mask, take the softmax, and convert to half precision. The backward has
-# these kernels in reverse order, and also copies the gradient before it is masked.
+# two bytes. The fused kernel (FUSED_SOFTMAX) reads only the half of the scores that the causal mask
+# allows, but writes all scores. Without fusion (PLAIN_SOFTMAX), each term of a sum is one kernel.
+# The kernels of the forward convert to float32, scale, mask, take the softmax, and convert to half
+# precision. The backward has these kernels in reverse order, and also copies the gradient before it
+# is masked.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
@@ -81,8 +82,9 @@ class Attend(Operator):
         batch = sizes.layout.micro_size * heads
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
-            # one of the two products of a forward (P V) and two of the five products of a backward
-            # (dO V^T and P^T dO) have values or gradients of values as an operand or as the result
+            # `of_values` is the number of matrix products that have the size of values instead of
+            # the size of keys: one of the two products of a forward (P V), and two of the five
+            # products of a backward (dO V^T and P^T dO).
             products, of_values = (5, 2) if backward else (2, 1)
             taken = d if fills_values(sizes) else v
             yield FusedAttention(
@@ -106,7 +108,7 @@ class Attend(Operator):
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         e = sizes.compute_bytes
-        # the constants are bytes per score for scores of two bytes, and a score here has e bytes
+        # the constants in `softmax` are for scores of two bytes, and a score has e bytes
         yield MemoryPass(scores * softmax * e / 2)
         if sizes.software.dropout:
             yield MemoryPass(scores * (2 * e + 1))
@@ -158,15 +160,16 @@ class Attend(Operator):
         # explicit attention (which stores its scores) copies each key head and value head for every
         # query head that shares it, but FlashAttention makes no copies
         repeated = heads if explicit else kv_heads
-        # the kernel for capped scores keeps its operands in their own type, and its float32 copies
-        # are only working memory
+        # The kernel for capped scores also makes float32 copies, but does not keep them: for the
+        # backward, it keeps its operands in their own type.
         capped = model.attention_softcap > 0.0 and not explicit
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
         queries = heads * _rows(sizes) * model.head_size
         keys = sizes.keys * sizes.key_value_size
-        # if attention reads copies of queries, keys and values (`copied`), the original tensors are
-        # kept only for selective recomputation, which computes the core from the originals again
+        # If attention reads copies of queries, keys and values (`copied`), its backward needs only
+        # the copies. Selective recomputation makes the copies again, so it keeps the original
+        # tensors instead.
         if mode == "selective" or not copied:
             yield Item("attention.query_key_value", queries + kv_heads * keys, c)
         if copied:
@@ -180,7 +183,7 @@ class Attend(Operator):
 
     def _keeps_own_output(self, sizes: Sizes, mode: str) -> bool:
         """Return True if the attention kernel keeps its output for its own backward, as the same
-        tensor that the next operator reads. The output must then be counted even if the next linear
+        tensor that the next operator reads. The output is then in memory even if the next linear
         layer does not keep its input. A kernel that converts its operands to float32 keeps a
         separate output in float32, so the result is False (`_kept_by_kernels` counts this output).
         For ring attention, and for a program without FlashAttention, the result is always True."""
@@ -204,9 +207,9 @@ class Attend(Operator):
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the tensors that explicit attention keeps. Explicit attention stores its scores; it
-        is used if attention weights have dropout. The tensors are the causal mask (if attention is
-        causal) and several tensors as large as the scores: the probabilities before and after
-        dropout, the dropout mask, and, with a soft cap, the values tanh(score / cap)."""
+        is used if attention weights have dropout. The tensors are the causal mask, if attention is
+        causal, and several tensors as large as the scores. These are the probabilities before and
+        after dropout, the dropout mask, and, with a soft cap, the values tanh(score / cap)."""
         model, scores = sizes.model, _scores(sizes)
         if model.attention == "causal":
             queries = core_shape(sizes).queries
@@ -260,7 +263,7 @@ class Attend(Operator):
             copies = shape.kv_heads * sizes.keys * sizes.key_value_size
             scores += copies * sizes.operand_bytes
         if sizes.model.attention_dropout > 0.0:
-            # while the mask is drawn, the softmax of the scores is in float32 or float64
+            # While the mask is drawn, the probabilities are still in float32 or float64.
             scores = self.drawing_bytes(sizes)
             scores += _scores(sizes) * (sizes.wide_bytes - sizes.compute_bytes)
         elif _stores_scores(sizes):
@@ -270,11 +273,11 @@ class Attend(Operator):
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward.
 
-        If scores are stored, the result counts the gradient of the values, and the tensors as large
-        as the scores that are in memory at the same time. With dropout, these are the gradient that
-        a kernel reads and the gradient that it writes, and on a CPU also a copy of the dropout mask
-        in the type of the gradients. If no scores are stored, the result counts the gradients of
-        the operands and of the output. The output itself is added if the kernel's backward reads
+        If scores are stored, the result counts the gradient of the values, and all tensors of the
+        size of the scores that are in memory at the same time. With dropout, two such tensors are
+        the gradients that a kernel reads and writes. On a CPU, a third one is a copy of the dropout
+        mask in the type of the gradients. If no scores are stored, the result counts the gradients
+        of the operands and of the output. The output itself is added if the kernel's backward reads
         it, but the planner counts it as freed (`_has_output_again`).
         """
         if _in_ring(sizes):
@@ -284,15 +287,16 @@ class Attend(Operator):
         rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
             scores = _scores(sizes) * (2 + sizes.on_host) * sizes.wide_bytes
-            # the published list of Megatron-LM's tensors does not include the gradient of the
-            # values
+            # The published list of Megatron-LM's tensors (Korthikanti et al. 2022) does not include
+            # the gradient of the values.
             if not sizes.fused_attention:
                 return scores
             return scores + heads * sizes.keys * model.value_size * sizes.operand_bytes
         keys = heads * sizes.keys
         operands = (rows + keys) * sizes.key_value_size * sizes.operand_bytes
         if _stores_scores(sizes):
-            # three tensors of the softmax's backward, and the gradient of the values
+            # The softmax's backward needs three tensors as large as the scores, and the gradient of
+            # the values.
             stored = 3 * _scores(sizes) + keys * model.value_size
             operands = max(operands, stored * sizes.wide_bytes)
         if in_blocks(sizes):
@@ -322,9 +326,9 @@ class Attend(Operator):
 
     def _blocked_bytes(self, sizes: Sizes) -> int:
         """Return the working bytes of the backward if a CPU computes attention in blocks of
-        queries. The result counts the gradients of all operands and of the output, and the
-        gradients that the kernel returns for one block of queries (with up to all keys). Copies of
-        the output's gradient, of the keys and of the values are added."""
+        queries. The result counts the gradients of all operands and of the output, copies of the
+        output's gradient, of the keys and of the values, and the gradients that one call of the
+        kernel returns. A call has one block of queries, with up to all keys."""
         shape, d, both = core_shape(sizes), sizes.model.head_size, sizes.key_value_size
         block = queries_at_once(sizes)
         rows = shape.heads * (both * _rows(sizes) + 3 * d * block * sizes.layout.micro_size)
@@ -332,8 +336,8 @@ class Attend(Operator):
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that are needed to draw the dropout mask of the attention
-        weights: the bytes of the hashes from which the mask is computed, and of two tensors as
-        large as the scores."""
+        weights. Drawing needs the hashes from which the mask is computed, and two tensors as large
+        as the scores."""
         if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
         scores = _scores(sizes)

@@ -127,10 +127,10 @@ class _Dealing(_Exchange):
 
 @dataclass(frozen=True)
 class DealHeads(_Dealing):
-    """The all-to-all before the core. It takes queries, keys and values of all heads at this rank's
-    positions, and returns queries, keys and values of this rank's heads at all positions. If the
-    context-parallel size does not divide the number of key heads, key heads are first repeated
-    (`key_copies`)."""
+    """The all-to-all before the core. Its input is the queries, keys and values of all heads at
+    this rank's positions, and its output is the queries, keys and values of this rank's heads at
+    all positions. If the context-parallel size does not divide the number of key heads, key heads
+    are first repeated (`key_copies`)."""
 
     def _elements(self, sizes: Sizes) -> int:
         heads, kv_heads = sizes.local_heads
@@ -140,8 +140,8 @@ class DealHeads(_Dealing):
 
 @dataclass(frozen=True)
 class JoinHeads(_Dealing):
-    """The all-to-all after the core. It takes the outputs of this rank's heads at all positions,
-    and returns the outputs of all heads at this rank's positions.
+    """The all-to-all after the core. Its input is the outputs of this rank's heads at all
+    positions, and its output is the outputs of all heads at this rank's positions.
 
     The backward of the attention kernel may need the kernel's outputs. The outputs are kept only
     after the all-to-all, where they are also the input of the next linear layer. In the backward, a

@@ -113,8 +113,8 @@ class SplitHeads(Operator):
             yield from norm_operands(sizes, name, norm)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the working bytes of the backward: the bytes of the gradient of the input, and of
-        the tensors that the backwards of the rotation and of the norms need.
+        """Return the working bytes of the backward: the gradient of the input, and the tensors that
+        the backwards of rotation and norms need.
 
         The gradients of queries and keys are joined in one tensor before the backward of the
         rotation. This backward writes two more tensors of the same size (in Triton, one). If there

@@ -23,12 +23,12 @@ class RingCore:
     """Ring attention: this rank's queries attend to the keys and values of all ranks, which arrive
     one block after the other.
 
-    A block is the keys and values of one rank. It is sent around the ring, and the time on one rank
-    is called a visit. The sequence is cut into two chunks for each rank, so a rank has two chunks
-    of queries, and a block has two chunks of keys. During a visit, there are four pairs of a query
-    chunk and a key chunk. A causal mask hides two of the four pairs. If the visiting block is the
-    rank's own block, the mask hides only one pair, and cuts two of the other pairs along the
-    diagonal.
+    A block is the keys and values of one rank. Each block is sent around the ring of
+    context-parallel ranks, and a visit is the time for which a block is on one rank. The sequence
+    is cut into two chunks for each rank, so a rank has two chunks of queries, and a block has two
+    chunks of keys. During a visit, there are four pairs of a query chunk and a key chunk. A causal
+    mask hides two of the four pairs. If the visiting block is the rank's own block, the mask hides
+    only one pair, and cuts two of the other pairs along the diagonal.
 
     Scores are computed by matrix products in float32 or float64, for some of the queries and one
     chunk of keys at a time, and are not kept.
@@ -44,9 +44,9 @@ class RingCore:
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Yield (number of queries, number of keys) for each pair of a query chunk and a key chunk
-        whose scores are computed. In a pair on the diagonal, the queries are computed in blocks,
-        and each block reads only the keys up to its own last position. The number of keys of this
-        pair is therefore the mean over its blocks."""
+        whose scores are computed. If the two chunks of a pair have the same positions, the queries
+        are computed in blocks, and each block reads only the keys up to its own last position. The
+        number of keys of such a pair is therefore the mean over its blocks."""
         chunk, visits = self.chunk, self.sizes.layout.context
         if self.sizes.model.attention != "causal":
             yield from [(chunk, chunk)] * (4 * visits)

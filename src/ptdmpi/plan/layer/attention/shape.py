@@ -10,9 +10,6 @@ from ptdmpi.plan.layer.sizes import Sizes
 def key_copies(kv_heads: int, ranks: int) -> int:
     """Return the smallest number of copies of each key head with which the key heads can be
     distributed evenly over `ranks` ranks.
-
-    If `ranks` divides the number of query heads, the copies of a key head can be divided evenly
-    over the query heads that share this key head.
     """
     return ranks // math.gcd(kv_heads, ranks)
 

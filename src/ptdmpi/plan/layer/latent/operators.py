@@ -17,8 +17,8 @@ from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.products import Multiply, summed
 from ptdmpi.plan.layer.sizes import Sizes
 
-# Number of times that the rotation reads or writes each rotated element. The rotation computes a
-# product and a sum for each half of the rotated elements.
+# Number of times that the rotation reads or writes each rotated element. For each half of the
+# rotated elements, the rotation computes a product and a sum.
 ROTATED_MOVES = 5
 EXPANSION = "attention.kv_up"  # name of the operator that expands keys and values
 
@@ -105,9 +105,9 @@ class JoinLatents(Operator):
         yield MemoryPass(2 * shape.values * e)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the backward. They rotate gradients back, sum the gradient of the
-        rotary key over the heads, and join the rotated and the unrotated part of each input's
-        gradient."""
+        """Yield the kernels of the backward. These kernels rotate gradients back, sum the gradient
+        of the rotary key over the heads, and join the rotated and the unrotated elements of each
+        input's gradient."""
         shape = _Shape.of(sizes)
         e = sizes.compute_bytes
         yield from shape.rotations(e, turns_back=True)
@@ -134,18 +134,19 @@ class JoinLatents(Operator):
         return elements * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients of the inputs, and of the gradient of the queries'
-        rotated elements, which is a separate tensor until it is joined with the rest of the
-        queries' gradient."""
+        """Return the bytes of the gradients of the inputs, and of one more tensor: the gradient of
+        the queries' rotated elements is separate until it is joined with the rest of the queries'
+        gradient."""
         shape = _Shape.of(sizes)
         return (shape.inputs + shape.rotated) * sizes.compute_bytes
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The numbers of elements on one tensor rank, at all positions of a context rank: all elements
-    of the queries (keys have the same number), their unrotated (`plain`) and `rotated` elements,
-    and the elements of the values and of the rotary key (`key`)."""
+    """The numbers of elements on one tensor rank, at all positions of a context rank. `queries` is
+    the number of elements of the queries, and also of the keys. `plain` and `rotated` are the
+    numbers of unrotated and rotated elements of the queries. `values` is for the values, and `key`
+    for the rotary key."""
 
     queries: int
     plain: int
@@ -173,7 +174,8 @@ class _Shape:
 
     def rotations(self, element_bytes: int, *, turns_back: bool) -> Iterator[Kernel]:
         """Yield the kernels that rotate the queries and the rotary key. If `turns_back` is True,
-        another kernel puts the pairs of rotated elements next to each other."""
+        the kernels rotate gradients back, and another kernel then copies the gradient with the two
+        elements of each rotated pair next to each other."""
         for elements in (self.rotated, self.key):
             yield MemoryPass(ROTATED_MOVES * elements * element_bytes, launches=4)
             if turns_back:
@@ -182,6 +184,6 @@ class _Shape:
 
 class ExpandOutputs(Operator):
     """The expansion of the outputs of the heads to the size of a head's values, in generation with
-    a cache. There, the outputs of the attention core are weighted sums of latent vectors. In
-    training, the values are expanded before the attention core, so this operator returns its input
-    and has no costs."""
+    a cache. In such generation, the outputs of the attention core are weighted sums of latent
+    vectors. In training, the values are expanded before the attention core, so this operator
+    returns its input and has no costs."""

@@ -24,8 +24,8 @@ def fills_values(sizes: Sizes) -> bool:
         return False  # attention by matrix products
     if sizes.on_host:
         return True
-    # the kernels for float32 and float64, and the kernels for a rank that has queries at only some
-    # positions, also accept values that are smaller than keys
+    # Two kinds of kernels also accept values that are smaller than keys: the kernels for float32
+    # and float64, and the kernels for a rank that has queries at only some positions.
     return sizes.compute_bytes < sizes.wide_bytes and exchange != "all_gather"
 
 
@@ -64,7 +64,8 @@ def filled_bytes(sizes: Sizes, *, backward: bool) -> int:
 
 
 def kept_filled(sizes: Sizes) -> Iterator[Item]:
-    """Yield the filled tensors that are kept: the zeros of the values, and the filled outputs."""
+    """Yield the bytes that filling adds to the kept tensors: the zeros after the values, and the
+    outputs with zeros."""
     if not keeps_filled(sizes):
         return
     model, shape = sizes.model, core_shape(sizes)

@@ -35,7 +35,8 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The name of a kind of state: the master weights, or the weights of a model that is not trained.
+# The name of the kind of state that contains the weights. In a training run these are the master
+# weights.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that contains the moving average of the weights.
 # Kinds of state that optimizers keep, with the names that torch uses.
@@ -221,8 +222,8 @@ class OptimizerConfig(Section):
     def moments(self) -> tuple[str, ...]:
         """Return the kinds of state that the optimizer keeps for a parameter, with the names that
         torch uses. If the run keeps a moving average of the weights, the last kind is this moving
-        average. For the layers' matrices, Muon keeps only the first kind. For all other parameters,
-        Muon keeps the same kinds as AdamW.
+        average. With Muon, no parameter has all kinds: the momentum exists only for the layers'
+        matrices, and the two moments of AdamW exist only for all other parameters.
         """
         kept = self._moments_of_kind()
         if self.ema_decay:
@@ -259,8 +260,8 @@ class OptimizerConfig(Section):
     @property
     def numbers(self) -> int:
         """Return how many numbers of optimizer state are stored for each element of a parameter.
-        With Muon the result is not valid for the layers' matrices: their elements have one number
-        fewer.
+        With Muon the result holds for the parameters that AdamW updates. An element of a layer's
+        matrix has one number less.
         """
         return len(self.moments) - self.has_matrices
 

@@ -55,13 +55,15 @@ class Family:
     that makes a config.json from [model] and the size of the vocabulary. Files may contain the same
     values in two tensors, for example in a tied head and the embedding. `again` maps the repeating
     tensor to the tensor that it repeats. If the head is not tied and the two tensors differ, only
-    the repeating tensor is used. `told_by` is for keys of [model] that no config.json has: it maps
-    each such key to the tensor that exists if the key is true. `renamed` maps the ends of names in
-    old files to the ends in newer files. `parameters` maps the last part of a parameter's name to
-    another last part in `transformers`. `copies` is for tensors that the files repeat in every
-    module for multi-token prediction. It maps each of these tensors to the tensor of the model with
-    the same values. It is empty if the files have no such modules. `tasks` maps a kind of task to
-    the class in `transformers` that has a head for the task, and to the linear layer of that head.
+    the repeating tensor is used. `told_by` is for keys of [model] that no config.json has. Such a
+    key is true if the files contain a certain tensor, and `told_by` maps the key to this tensor.
+    `renamed` maps the ends of names in old files to the ends in newer files. `parameters` maps the
+    last part of a parameter's name (such as "weight") to the last part of the name in
+    `transformers`, if the two parts differ. `copies` is for tensors that the files repeat in every
+    module for multi-token prediction. `copies` maps each of these tensors to the tensor of the
+    model with the same values. `copies` is empty if the files of the family have no such modules.
+    `tasks` maps a kind of task to the class in `transformers` that has a head for the task, and to
+    the linear layer of that head.
     """
 
     model_type: str
@@ -180,8 +182,8 @@ class NumberedName(NamedTuple):
         return cls(module, numbers)
 
     def in_files(self, layers: int) -> "NumberedName":
-        """Return the name with the numbers of the files of `transformers`. The files number modules
-        for multi-token prediction like layers after the last of the `layers` layers."""
+        """Return the name with the numbers of the files of `transformers`. In these files, modules
+        for multi-token prediction have layer numbers: module k has the number `layers` + k."""
         if not self.name.startswith(f"{MODULES}."):
             return self
         number = layers + int(self.numbers["{i}"])

@@ -29,7 +29,7 @@ from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
 WEIGHTED_VERSION = 2  # the format version of shards with weights.
-PAIRED_VERSION = 3  # the format version of shards with weights whose documents form pairs.
+PAIRED_VERSION = 3  # the format version of shards with weights and with pairs of documents.
 # The name of a file in the folder of shards. The file records from which texts the shards were
 # made, and lists their headers.
 SUMMARY = "tokenize.json"
@@ -82,9 +82,10 @@ class ShardHeader:
     weights_byte_offset: int = 0
     row_length: int = 0  # number of tokens in a row of packed documents; 0: no rows
     weights_checksum: str = ""
-    pairs: bool = False  # the documents of a row form pairs of answers.
+    pairs: bool = False  # True if the documents of a row form pairs of answers.
     documents_checksum: str = ""  # "" if an older version of ptdmpi made the shard.
-    # the header is from SUMMARY, and was not yet compared with the shard's file (`confirmed`)
+    # True if the header is from SUMMARY, and was not yet compared with the shard's file
+    # (`confirmed`)
     listed: bool = False
 
 
@@ -211,9 +212,10 @@ def read_header(path: str | Path) -> ShardHeader:
     """Open a shard, validate its metadata, close it and return its header. The time of the call
     does not depend on the number of tokens in the shard.
 
-    Raise InputError, with a message that names the file, the mistake and the legal values, in these
-    cases. The file does not exist, is not HDF5 or is truncated. A dataset or an attribute is
-    missing, or has a wrong type, layout or version. The document offsets are impossible.
+    Raise InputError if the file does not exist, is not HDF5 or is truncated. Also raise InputError
+    if a dataset or an attribute is missing, or has a wrong type, layout or version, and if the
+    document offsets are impossible. The error message names the file, the mistake and the legal
+    values.
     """
     path = Path(path)
     if not path.exists():

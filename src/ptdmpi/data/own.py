@@ -20,8 +20,8 @@ from ptdmpi.base.plugins import is_plugin, plugin, users_code
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.order import SampleOrder
 
-# The range of weights above 0. The gradients of a step are divided by the sum of its weights, and
-# float32 has no reciprocal of much smaller sums.
+# A weight is 0 or in this range. The gradients of a step are divided by the sum of its weights, and
+# the reciprocal of a much smaller sum would overflow float32.
 LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
 
 

@@ -67,9 +67,10 @@ class Layout:
     `expert` (e) is the number of ranks over which the experts of each layer are distributed.
     `expert_tensor` is the number of tensor ranks that divide the width of an expert. None means all
     t tensor ranks. Let c be the context-parallel size, and d the data-parallel size. If all t
-    tensor ranks divide an expert, the e ranks are neighbours among the c d ranks that have the same
-    layers, and there are c d / e copies of each expert. If `expert_tensor` is 1, experts are not
-    divided, and the e ranks are neighbours among the t c d ranks that have the same layers.
+    tensor ranks divide each expert, experts are distributed over e neighbours among the c d ranks
+    that have the same layers, and there are c d / e copies of each expert. If `expert_tensor` is 1,
+    experts are not divided, and they are distributed over e neighbours among the t c d ranks that
+    have the same layers.
 
     `zero` is the stage of ZeRO. ZeRO shards state over the ranks that compute with the same
     weights, and `copies` is the number of these ranks. Stage 1 shards the optimizer's state, stage

@@ -90,7 +90,8 @@ class RunConfig(Section):
     def _default_dir(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and not values.get("dir"):
             name = str(values.get("name", "run"))
-            # a mistake in the name is reported only for the key `name`
+            # if the name is illegal, use the legal directory "runs", so that the mistake is
+            # reported only for the key `name` and not also for `dir`
             return {**values, "dir": "runs" if mistake_in_path(name) else f"runs/{name}"}
         return values
 
@@ -299,7 +300,7 @@ class TrainDataConfig(Section):
     @classmethod
     def _exact(cls, values: Any) -> Any:
         # The TOML parser returns binary floats. The shortest decimal form of such a float is the
-        # number that the user wrote.
+        # number that the user wrote, so read the Decimal from this form.
         if isinstance(values, Mapping):
             return {k: str(v) if isinstance(v, float) else v for k, v in values.items()}
         return values
@@ -437,9 +438,9 @@ class LogConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _listed(cls, values: Any) -> Any:
-        # Convert a single receiver to a list, so that the rule about lists of receivers checks
-        # it, too. The error message of that rule does not contain the receiver, which may be a
-        # secret web address.
+        # Convert a single receiver to a list, so that the rule about lists of receivers also checks
+        # this receiver. Otherwise pydantic would report a wrong type, and the error message would
+        # contain the receiver, which may be a secret web address.
         if isinstance(values, Mapping) and isinstance(values.get("notify"), str):
             return {**values, "notify": (values["notify"],)}
         return values

@@ -33,8 +33,9 @@ PAIRED_VERSION = 3  # the format version of shards with weights and with pairs o
 # The name of a file in the folder of shards. The file records from which texts the shards were
 # made, and lists their headers.
 SUMMARY = "tokenize.json"
-# HDF5 may store the texts of attributes at several positions of a file. At each of these positions,
-# this number of bytes is searched for the texts.
+# HDF5 stores the texts of attributes in heaps, which may be before, between or after the datasets
+# of the file. In each of these places, the first bytes, up to this number, are searched for heaps
+# (`_check_heaps`).
 _HEAP_BYTES = 1 << 20
 
 
@@ -199,8 +200,8 @@ def _check_heap(content: bytes, heap: int) -> None:
     while at + 16 <= min(limit, len(content)):
         size = int.from_bytes(content[at + 8 : at + 16], "little")
         free = content[at : at + 2] == b"\0\0"
-        # `size` is the size of the content of an object in the heap, without the header and the
-        # padding of the object
+        # `size` is the size of an object's content. Add the header (16 bytes) and the padding of
+        # the object, except for free space, whose `size` includes the header.
         if not free:
             size = 16 + -(-size // 8) * 8
         if not 16 <= size <= limit - at:

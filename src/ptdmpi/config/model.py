@@ -187,8 +187,8 @@ class ModelConfig(Section):
         return self._adapt
 
     def idle(self, layers: range | None = None) -> int:
-        """Return how many layers of the range `layers` have no backward pass, because they come
-        before the first layer with adapters. The result is 0 if the model is trained without
+        """Return how many layers of the range `layers` come before the first layer with adapters,
+        and therefore have no backward pass. The result is 0 if the model is trained without
         adapters. If `layers` is None, all layers of the model are counted.
         """
         if layers is None:

@@ -388,10 +388,11 @@ class DistillationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """The section [checkpoint]. A run saves at its end, every `every_steps` steps and every
-    `every_minutes` minutes. The value 0 switches one of these intervals off. The run keeps the
-    newest `keep` checkpoints (0: all), the checkpoints at multiples of `keep_every` steps, and the
-    `keep_best` checkpoints with the lowest validation losses (true means 1).
+    """The section [checkpoint]. A run saves checkpoints at its end, every `every_steps` steps and
+    every `every_minutes` minutes. If one of these two keys is 0, the run does not save at this
+    interval. The run keeps the newest `keep` checkpoints (0: all), the checkpoints at multiples of
+    `keep_every` steps, and the `keep_best` checkpoints with the lowest validation losses (true
+    means 1).
     """
 
     every_steps: Free[NonNegative] = 0

@@ -255,8 +255,8 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
         a, b = place.low_rank(adapter.tensors)
         return rows + adapt.scale * (b.double()[there] @ a.double())
     factors = place.factors(adapter.tensors).double()
-    # the factors of (IA)^3 multiply the input of the linear layer here, so they do not change the
-    # bias
+    # with `by_rows`, the factors of (IA)^3 multiply the input of the linear layer, so they do not
+    # change the bias
     if place.by_rows:
         return rows if is_bias else rows * factors
     return rows * (factors[there] if is_bias else factors[there, None])
@@ -427,7 +427,8 @@ def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
     """Return the file with the chat template for the merged model, and a note if the adapter's
     template cannot be found. The file is the adapter's template if there is one, and otherwise the
-    template of the base model. It is None if neither has a template."""
+    template of the base model. The file is None if neither the adapter nor the base model has a
+    template."""
     template, note = own_template(adapter)
     own = stored.path / TEMPLATE
     if template is None and own.is_file():

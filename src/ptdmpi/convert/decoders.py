@@ -462,8 +462,9 @@ DECODERS = {
 
 def decoder_for(model: ModelConfig) -> Family:
     """Return the family for a model with RMSNorm that ptdmpi has trained. The families are tested
-    in a fixed order, and the model belongs to the first family whose property it has, or else to
-    LLaMA. If the model does not fit the family, the family's `config` raises InputError."""
+    in a fixed order. The model belongs to the first family whose property the model has; if it has
+    none of these properties, it belongs to LLaMA. If the model does not fit the family, the
+    family's `config` raises InputError."""
     distinct = {
         "gemma2": model.block_norm == "sandwich",
         "olmoe": model.experts > 0 and model.qk_norm == "all",

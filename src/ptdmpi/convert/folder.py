@@ -67,7 +67,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         sync(folder)
         folder.rename(target)
         sync(target.absolute().parent)
-    # catch SafetensorError, too: safetensors raises it if the disk is full
+    # if the disk is full, safetensors raises SafetensorError instead of OSError
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error

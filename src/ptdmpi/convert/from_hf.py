@@ -39,8 +39,8 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md",
 # Name endings of files that contain weights, in any format. All other files of a model are copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
-# Files of a model that contain a JSON object. A model need not have all of them, but a damaged file
-# is refused, not copied.
+# Files of a model that contain a JSON object. A model may lack some of these files. If one of these
+# files is damaged, the conversion stops, because the file would be copied.
 _OBJECTS = {
     "tokenizer.json",
     "tokenizer_config.json",
@@ -100,9 +100,9 @@ def _config(
 ) -> tuple[Config, str]:
     """Return a configuration with the given `keys` of [model], and a note for the user. Two further
     settings depend on the tensors in the files. A key of `Family.told_by` is True if the files
-    contain its tensor. `mtp_depth` is 0 if the files have no modules for multi-token prediction.
-    If a key is unknown or has an illegal value, raise InputError. Its message begins with `name`,
-    the path of config.json."""
+    contain its tensor. `mtp_depth` is 0 if the files have no modules for multi-token prediction. If
+    a key is unknown or has an illegal value, raise InputError. The error message begins with
+    `name`, the path of config.json."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:

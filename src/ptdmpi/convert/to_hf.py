@@ -151,8 +151,8 @@ def _contents(stored: StoredModel, like: Path | None) -> tuple[Contents, dict[st
 def _modules(original: Contents | None, model: ModelConfig) -> int:
     """Return how many modules for multi-token prediction the target directory gets. If there are
     original files, this is the number of modules in the trained model or in the original files,
-    whichever is less. Otherwise, it is the number in the trained model, or 0 if files of the family
-    have no such modules."""
+    whichever is less. Without original files, this is the number of modules in the trained model,
+    or 0 if files of the family cannot have such modules."""
     family = family_for(model) if original is None else original.family
     if original is None or not family.copies:
         return model.mtp_modules if family.copies else 0

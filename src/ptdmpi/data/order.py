@@ -174,12 +174,12 @@ def _apportion(weights: list[int]) -> np.ndarray:
     ceil(w_i n) hold for every n if and only if every job runs in its window. If jobs may be split,
     a schedule exists: give dataset i the fraction w_i of every slot. The sum of the fractions is 1,
     so every slot is full. Job k of dataset i then runs from k / w_i to (k + 1) / w_i, which is
-    inside its window. Such a schedule is a flow between jobs and slots. If a flow in a bipartite
-    graph with integer bounds exists, an integral flow exists, too, so there is a schedule in which
-    no job is split. For jobs of unit length on one machine, the rule "earliest deadline first"
-    finds such a schedule (Horn, Naval Res. Logist. 21 (1974)). Proportionate fairness (Baruah,
-    Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and Steiner and Yeomans (1993) define the same
-    windows of slots."""
+    inside its window. Such a schedule is a flow in the bipartite graph of jobs and slots, and its
+    bounds are integers. With integer bounds, an integral flow exists whenever a flow exists. So
+    there is a schedule in which no job is split. For jobs of unit length on one machine, the rule
+    "earliest deadline first" finds such a schedule (Horn, Naval Res. Logist. 21 (1974)).
+    Proportionate fairness (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and Steiner and
+    Yeomans (1993) define the same windows of slots."""
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)

@@ -255,8 +255,7 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Close and remove the temporary file."""
-        # closing the stream writes its buffer, and this write may fail, too, for example on a full
-        # disk
+        # closing the stream writes its buffer, and this write may fail, for example on a full disk
         with suppress(OSError):
             self._stream.close()
         self._discard()

@@ -332,8 +332,8 @@ class Dataset:
 
     def _require_sound(self, shard: int, part: str, values: np.ndarray, recorded: str) -> None:
         """If the dataset is `verified`, raise InputError if a part of a shard has another checksum
-        than the `recorded` one. The part is read only once, because callers may map it again for
-        many samples."""
+        than the `recorded` one. Each part is verified only once, because callers may map the same
+        part for many samples."""
         if self._verified and (shard, part) not in self._sound:
             path = self.headers[shard].path
             require_checksum(path, f"{part} have", _crc32(values), recorded)

@@ -142,8 +142,9 @@ def _json_mistake(path: Path, content: bytes, dataset: Dataset) -> str:
 
 
 def tokenizer_mistake(path: Path, content: bytes, shards: Dataset | ShardHeader) -> str:
-    """Return why the file `path` with this content is not the tokenizer that made the shards; "" if
-    it is. The shards record the SHA-256 of the tokenizer's file."""
+    """Return the reason why the file `path` with this content is not the tokenizer that made the
+    shards; "" if the file is this tokenizer. The shards record the SHA-256 of the tokenizer's
+    file."""
     actual = hashlib.sha256(content).hexdigest()
     if actual == shards.tokenizer_sha256:
         return ""

@@ -7,5 +7,5 @@ adapters of such a linear layer are exported as one adapter, whose rank is the s
 ptdmpi's adapters. The matrix B of the exported adapter is block-diagonal; its blocks are the
 matrices B of ptdmpi's adapters. When an adapter of such a linear layer is imported, it becomes
 several adapters of ptdmpi, for example for queries, keys and values. Each of these adapters has the
-full matrix A, and the rows of B that compute its outputs.
+rows of B that compute its outputs, and the rows of A that these rows of B use.
 """

@@ -386,8 +386,8 @@ def dear(layout: Layout, batch: int) -> Iterator[str]:
 
 
 def groups_need_zero(group: int | str) -> str:
-    """Return the error message for a layout that shards nothing, although a size of shard groups (a
-    number, or "node") is given."""
+    """Return the error message for a layout that sets a size of shard groups but shards nothing.
+    `group` is this size: a number, or "node"."""
     said = f'"{group}"' if isinstance(group, str) else group
     return (
         f"parallel.shard_group = {said} has an effect only with parallel.zero = 1, 2 or 3; legal "

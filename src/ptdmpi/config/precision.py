@@ -54,10 +54,11 @@ class Recipe:
     `operands` is the type of both matrices. A processor that cannot multiply numbers of this type
     converts the matrices to a wider type. `sums` is the type in which the products of two numbers
     are added. `gradients` is the type of the gradient of an output; None means that this type is
-    `operands`. If `scaled` is True, the numbers of a matrix form groups, and each group is
-    multiplied by a factor (its scale) that brings the group into the range of the type; `Scaling`
-    says which numbers form a group. With `scaled`, only the linear layers inside the transformer
-    layers use these types. All other matrix products have the type of the activations.
+    `operands`. If `scaled` is True, the numbers of a matrix form groups, and `Scaling` says which
+    numbers form a group. Each group is multiplied by a factor (the scale of the group), which
+    brings the numbers of the group into the range of the type. With `scaled`, only the linear
+    layers inside the transformer layers use these types. All other matrix products have the type of
+    the activations.
     """
 
     operands: NumberType

@@ -97,10 +97,11 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The section [parallel]: the sizes of the tensor, context, pipeline and data axes, the number
-    of ranks over which experts are distributed, the number of tensor ranks that divide an expert,
-    and the pipeline schedule. `zero` is the stage of ZeRO, which shards state over groups of
-    `shard_group` ranks. `offload` moves the optimizer's state off the device.
+    """The section [parallel]: the sizes of the tensor, context, pipeline and data axes, and the
+    pipeline schedule. `expert` is the number of ranks over which experts are distributed, and
+    `expert_tensor` is the number of tensor ranks that divide an expert. `zero` is the stage of
+    ZeRO, which shards state over groups of `shard_group` ranks. `offload` moves the optimizer's
+    state off the device.
     """
 
     tensor: Reported[Positive] = 1

@@ -43,27 +43,27 @@ PLAIN = {
 class Family:
     """A family of models in `transformers`, such as GPT-2.
 
-    `modules` maps each module of ptdmpi to the modules of `transformers`. A module of ptdmpi has
-    several counterparts if `transformers` stores its outputs separately (such as q, k and v). {i}
-    is the number of a layer, or of a module for multi-token prediction, and {e} is the number of an
-    expert. `prefix` is the beginning of the parameter names of the base model. The parameter names
-    of heads do not have the prefix, and neither do the names in a file that contains only the base
-    model. `transposed` is True if the weights of linear layers in `transformers` are [inputs,
-    outputs]. `buffers` is a pattern for the names of tensors that are not parameters in ptdmpi.
-    These tensors are stored unchanged, because the conversion back to `transformers` needs them.
-    `keys` is a function that makes the keys of [model] from a config.json. `config` is a function
-    that makes a config.json from [model] and the size of the vocabulary. Files may contain the same
-    values in two tensors, for example in a tied head and the embedding. `again` maps the repeating
-    tensor to the tensor that it repeats. If the head is not tied and the two tensors differ, only
-    the repeating tensor is used. `told_by` is for keys of [model] that no config.json has. Such a
-    key is true if the files contain a certain tensor, and `told_by` maps the key to this tensor.
-    `renamed` maps the ends of names in old files to the ends in newer files. `parameters` maps the
-    last part of a parameter's name (such as "weight") to the last part of the name in
-    `transformers`, if the two parts differ. `copies` is for tensors that the files repeat in every
-    module for multi-token prediction. `copies` maps each of these tensors to the tensor of the
-    model with the same values. `copies` is empty if the files of the family have no such modules.
-    `tasks` maps a kind of task to the class in `transformers` that has a head for the task, and to
-    the linear layer of that head.
+    `modules` maps each module of ptdmpi to the modules of `transformers`. A linear layer of ptdmpi
+    has several counterparts if `transformers` computes its outputs, such as q, k and v, by separate
+    layers. {i} is the number of a layer, or of a module for multi-token prediction, and {e} is the
+    number of an expert. `prefix` is the beginning of the parameter names of the base model. The
+    parameter names of heads do not have the prefix, and neither do the names in a file that
+    contains only the base model. `transposed` is True if the weights of linear layers in
+    `transformers` are [inputs, outputs]. `buffers` is a pattern for the names of tensors that are
+    not parameters in ptdmpi. These tensors are stored unchanged, because the conversion back to
+    `transformers` needs them. `keys` is a function that makes the keys of [model] from a
+    config.json. `config` is a function that makes a config.json from [model] and the size of the
+    vocabulary. Files may contain the same values in two tensors, for example in a tied head and the
+    embedding. `again` maps the repeating tensor to the tensor that it repeats. If the head is not
+    tied and the two tensors differ, only the repeating tensor is used. `told_by` is for keys of
+    [model] that no config.json has. Such a key is true if the files contain a certain tensor, and
+    `told_by` maps the key to this tensor. `renamed` maps the ends of names in old files to the ends
+    in newer files. `parameters` maps the last part of a parameter's name (such as "weight") to the
+    last part of the name in `transformers`, if the two parts differ. `copies` is for tensors that
+    the files repeat in every module for multi-token prediction. `copies` maps each of these tensors
+    to the tensor of the model with the same values. `copies` is empty if the files of the family
+    have no such modules. `tasks` maps a kind of task to the class in `transformers` that has a head
+    for the task, and to the linear layer of that head.
     """
 
     model_type: str

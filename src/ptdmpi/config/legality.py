@@ -26,20 +26,18 @@ MOST_FORWARDS = 250_000
 
 
 def shard_groups(data: int, context: int) -> list[int]:
-    """Return the legal sizes of a shard group in ascending order. There are two kinds of shard
-    groups. A group of the first kind has some of the context ranks at one position on the data
-    axis: its size divides `context`. A group of the second kind has all context ranks at several
-    positions on the data axis: its size is `context` times a divisor of `data`.
+    """Return the legal sizes of a shard group in ascending order. A shard group has some context
+    ranks at one position on the data axis (the size divides `context`), or all context ranks at
+    several positions on the data axis (the size is `context` times a divisor of `data`).
     """
     return sorted({*divisors(context), *(context * size for size in divisors(data))})
 
 
 def expert_groups(layout: Layout) -> list[int]:
-    """Return the legal values of the number of ranks over which experts are distributed
-    (`parallel.expert`), in ascending order. `layout` gives all other sizes. If tensor ranks divide
-    each expert, the legal values are those of `shard_groups`. If tensor ranks do not divide
-    experts, the experts are distributed over some of the tensor ranks, or over all tensor ranks at
-    several positions on the context and data axes."""
+    """Return the legal numbers of ranks over which experts are distributed (`parallel.expert`), in
+    ascending order. `layout` gives all other sizes. If tensor ranks divide each expert, the legal
+    values are those of `shard_groups`. Otherwise, experts are distributed over some tensor ranks,
+    or over all tensor ranks at several positions on the context and data axes."""
     groups, tensor = shard_groups(layout.data, layout.context), layout.dealing.tensor
     return sorted({*divisors(tensor), *(tensor * size for size in groups)})
 
@@ -350,9 +348,8 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
 
 def _expert_ranks(layout: Layout) -> Rule:
     """Return the rule that the experts are distributed over some context ranks of one data rank, or
-    over all context ranks of some data ranks. If the tensor ranks do not divide experts, the
-    experts are distributed over tensor ranks first, so the rule is about tensor, context and data
-    ranks (see `expert_groups`).
+    over all context ranks of some data ranks. If the tensor ranks do not divide experts,
+    `expert_groups` gives the rule.
     """
     expert, legal = layout.expert, expert_groups(layout)
 

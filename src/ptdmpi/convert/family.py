@@ -112,8 +112,8 @@ class Family:
 class Counterpart:
     """A tensor in the files of `transformers`, and the slice of a parameter of ptdmpi with the same
     values. `theirs` is the name of the tensor, without prefix. `ours` is the name of ptdmpi's
-    logical tensor, `whole` is its full shape, and `box` is the slice. The tensor in the files may
-    be transposed."""
+    parameter, `whole` is the full shape of this parameter, and `box` is the slice. The tensor in
+    the files may be transposed."""
 
     ours: str
     whole: tuple[int, ...]
@@ -127,8 +127,8 @@ class Counterpart:
         return self.box.size[::-1] if self.transposed else self.box.size
 
     def ours_of(self, part: Box) -> Box:
-        """Return the slice of ptdmpi's logical tensor that corresponds to the slice `part` of the
-        tensor of `transformers`."""
+        """Return the slice of ptdmpi's parameter that corresponds to the slice `part` of the tensor
+        in the files."""
         return (part.transposed() if self.transposed else part).within(self.box)
 
 

@@ -67,7 +67,8 @@ class OwnDataset:
         self.sha256 = _hash(path, len(self._own), seq_length, ends)
 
     def samples(self, length: int) -> int:
-        """Return the number of samples, which does not depend on `length`."""
+        """Return the number of samples. `length` has no effect here: it is an argument because
+        `Dataset.samples` has it."""
         return len(self._own)
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:

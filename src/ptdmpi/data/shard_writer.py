@@ -35,11 +35,11 @@ from ptdmpi.data.header import (
 # Tokens start at a page boundary, after the HDF5 structures of an empty file, which take less than
 # 1 KiB.
 _ALIGNMENT_BYTES = 4096
-# The number of tokens that are checked, added to the checksum and written together, while they are
-# in the processor's cache.
+# The number of tokens that are checked, added to the checksum and written together. This number of
+# tokens fits into the processor's cache, so the tokens are read from memory only once.
 _PIECE_TOKENS = 1 << 17
 # If tokens have a wider type than the shard, this number of tokens is checked and converted at a
-# time.
+# time, so that the tokens stay in the processor's cache.
 _STEP_TOKENS = 1 << 15
 _FEW_ENDS = 16  # if a block has fewer document ends, plain integers are faster than numpy.
 # Each time that this number of bytes was written to the file, the kernel is asked to write these

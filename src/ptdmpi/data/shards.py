@@ -331,7 +331,7 @@ class Dataset:
         return offsets
 
     def _require_sound(self, shard: int, part: str, values: np.ndarray, recorded: str) -> None:
-        """If the dataset is `verified`, raise InputError if a part of a shard has another checksum
+        """Raise InputError if the dataset is `verified`, and a part of a shard has another checksum
         than the `recorded` one. Each part is verified only once, because callers may map the same
         part for many samples."""
         if self._verified and (shard, part) not in self._sound:

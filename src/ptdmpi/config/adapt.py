@@ -16,19 +16,18 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Maps each adapter target in attention to two values: the linear layer that computes the target,
-# and the position of the target in the output of this linear layer (queries, keys and values are
-# parts 0, 1 and 2 of one output).
+# Maps each adapter target in attention to two values. The first value is the linear layer that
+# computes the target. The second value says which part of this layer's output is the target. For
+# example, the output of `attention.qkv` has three parts: queries (0), keys (1) and values (2).
 ATTENTION_TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
     "attention.v": ("attention.qkv", 2),
     "attention.out": ("attention.out", 0),
 }
-# Maps each adapter target in an MLP to two values: the linear layer that computes the target, and
-# the position of the target among the parts of this layer's output. The names in this table have no
-# prefix. The full name of a target or a linear layer begins with the name of the MLP, for example
-# "mlp.up".
+# Maps each adapter target in an MLP to the same two values, for a gated MLP. Without a gate, the
+# output of the layer "up" has only one part (`targets_of`). The names in this table are incomplete:
+# the full name of a target or a linear layer begins with the name of the MLP, for example "mlp.up".
 MLP_TARGETS = {"gate": ("up", 0), "up": ("up", 1), "down": ("down", 0)}
 MLP = "mlp"
 EXPERTS = "mlp.experts"  # the MLP name that means all experts of a layer.
@@ -98,7 +97,7 @@ def targets_of(
 ) -> dict[str, tuple[str, int]]:
     """Return the targets that get adapters, as a dict. The dict maps the name of a target to two
     values. The first value is the name of the linear layer that computes the target. The second
-    value is the position of the target among the parts of this layer's output. The result is empty
+    value says which part of this layer's output is the target, counted from 0. The result is empty
     if the model has no adapters.
 
     `gates` is the number of parts in the output of an MLP's first linear layer

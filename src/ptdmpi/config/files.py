@@ -130,9 +130,10 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     layout = Layout.of(parallel, config.batch, config.recompute, data)
     group = parallel.shard_group
     if group == "node":
-        # Tensor ranks have neighbouring rank numbers, and so do ranks with different experts
-        # (`plan.layout.grid`). A node therefore has `near` ranks that compute with the same
-        # weights.
+        # `near` is the number of ranks on a node that compute with the same weights. Tensor ranks,
+        # and ranks with different experts, have neighbouring rank numbers (`plan.layout.grid`), so
+        # they are assumed to be on one node. Only one of `parallel.tensor * layout.expert_tokens`
+        # ranks of a node therefore has the same weights as this rank.
         near = (node_ranks or ranks) // (parallel.tensor * layout.expert_tokens)
         group = shards_of_a_node(
             data // layout.expert_data, near, context=layout.context // layout.expert_context
@@ -209,7 +210,7 @@ def synthetic_config(
 
 
 def _meant(section: type[Section], error: ValidationError) -> set[str]:
-    """Return the names of the keys that `error` reports. For each unknown key, also return the
+    """Return the names of the keys that `error` reports. If such a key is unknown, also return the
     known key that the user probably meant.
     """
     keys = {str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]}
@@ -235,8 +236,9 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
 
 
 def _with_owners(line: str, tree: Mapping[str, Any]) -> str:
-    """Return the error message `line`. If the mistake involves a size of a preset that the user has
-    changed, the returned line also says which sizes come from the user and which from the preset.
+    """Return the error message `line`. If the user has replaced a size of the preset, and the line
+    names this size, the returned line also says which sizes come from the user and which from the
+    preset.
     """
     own = own_sizes(tree)
     named = dict.fromkeys(re.findall(r"\bmodel\.(\w+) = ", line))
@@ -286,8 +288,8 @@ def _cut(text: str, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
-# a part of the name of a key that other trainers have -> a key of the section in which it would be,
-# and why no key takes its place here
+# Keys that other trainers have and ptdmpi does not have. Part of the name of such a key -> a key of
+# the section in which users would look for it, and the reason why ptdmpi has no such key.
 ABSENT = {
     "capacity": (
         "experts",

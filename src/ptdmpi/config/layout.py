@@ -28,9 +28,10 @@ LETTERS = {
 
 
 class Dealing(NamedTuple):
-    """The distribution of the experts of a layer over `ranks` ranks. If `whole` is True, no expert
-    is divided, and experts are distributed over the `tensor` tensor ranks, too. If `whole` is
-    False, all tensor ranks divide the width of each expert, and `tensor` is 1."""
+    """The distribution of the experts of a layer over `ranks` ranks. If `whole` is True, each
+    expert is complete on one rank, and experts are distributed over the `tensor` tensor ranks as
+    well as over context and data ranks. If `whole` is False, all tensor ranks divide the width of
+    each expert, and `tensor` is 1."""
 
     ranks: int = 1
     whole: bool = False
@@ -39,13 +40,14 @@ class Dealing(NamedTuple):
     @property
     def near(self) -> int:
         """Return the number of tensor ranks over which experts are distributed. Undivided experts
-        are distributed over tensor ranks first, and then over context and data ranks."""
+        are distributed over tensor ranks first, and then over context and data ranks. The result is
+        1 if experts are divided."""
         return math.gcd(self.ranks, self.tensor)
 
     @property
     def same(self) -> int:
         """Return the number of tensor ranks that have copies of the same undivided experts. Each of
-        these ranks computes the experts for other tokens. The result is 1 if experts are
+        these ranks computes the experts for different tokens. The result is 1 if experts are
         divided."""
         return self.tensor // self.near
 
@@ -65,9 +67,10 @@ class Layout:
     `expert` (e) is the number of ranks over which the experts of each layer are distributed.
     `expert_tensor` is the number of tensor ranks that divide the width of an expert. None means all
     t tensor ranks. Let c be the context-parallel size, and d the data-parallel size. If all t
-    tensor ranks divide an expert, the e ranks are neighbours among the c d ranks that have the same
-    layers, and there are c d / e copies of each expert. If `expert_tensor` is 1, experts are not
-    divided, and the e ranks are neighbours among the t c d ranks that have the same layers.
+    tensor ranks divide each expert, experts are distributed over e neighbours among the c d ranks
+    that have the same layers, and there are c d / e copies of each expert. If `expert_tensor` is 1,
+    experts are not divided, and they are distributed over e neighbours among the t c d ranks that
+    have the same layers.
 
     `zero` is the stage of ZeRO. ZeRO shards state over the ranks that compute with the same
     weights, and `copies` is the number of these ranks. Stage 1 shards the optimizer's state, stage
@@ -154,9 +157,8 @@ class Layout:
     @property
     def copies(self) -> int:
         """Return the number of ranks that compute with the same weights but process different
-        tokens: c d / e, for context-parallel size c, data-parallel size d and expert-parallel size
-        e. If experts are also distributed over tensor ranks, e is replaced by the number of context
-        and data ranks over which experts are distributed.
+        tokens: c d / n, for context-parallel size c and data-parallel size d. Here n is the number
+        of context and data ranks over which experts are distributed (`expert_tokens`).
         """
         return max(1, self.token_ranks // self.expert_tokens)
 
@@ -189,14 +191,15 @@ class Layout:
         return self.expert_tokens // self.expert_context
 
     def computes_by_source(self, microbatches: int) -> bool:
-        """Return True if an expert computes the tokens of each source rank (the rank that sent the
-        tokens) separately, so that the results are bit-identical to those of data parallelism
-        without distributed experts. `microbatches` is the number of microbatches of a data rank in
-        a step.
+        """Return True if an expert computes the tokens of each source rank separately. A source
+        rank is a rank that sends tokens to the expert. The results are then bit-identical to those
+        of data parallelism without distributed experts. `microbatches` is the number of
+        microbatches of a data rank in a step.
 
-        Equal bits are possible only if experts are distributed over all context and data ranks, and
-        each data rank has one microbatch. The gradient of an expert is then a sum over source ranks
-        only. In all other layouts an expert computes the tokens of all source ranks together.
+        Equal bits are possible only if experts are distributed over all context and data ranks but
+        not over tensor ranks, and each data rank has one microbatch. The gradient of an expert is
+        then a sum over source ranks only. In all other layouts an expert computes the tokens of all
+        source ranks together.
         """
         every = 1 < self.expert == self.token_ranks
         return every and not self.dealing.whole and microbatches == 1

@@ -26,18 +26,18 @@ MOST_FORWARDS = 250_000
 
 
 def shard_groups(data: int, context: int) -> list[int]:
-    """Return the legal sizes of a shard group in ascending order. A shard group consists of some
-    context ranks at one position on the data axis, or of all context ranks at several positions on
-    the data axis.
+    """Return the legal sizes of a shard group in ascending order. A shard group has some context
+    ranks at one position on the data axis (the size divides `context`), or all context ranks at
+    several positions on the data axis (the size is `context` times a divisor of `data`).
     """
     return sorted({*divisors(context), *(context * size for size in divisors(data))})
 
 
 def expert_groups(layout: Layout) -> list[int]:
-    """Return the legal values of the number of ranks over which experts are distributed
-    (`parallel.expert`), in ascending order. `layout` gives all other sizes. If tensor ranks do not
-    divide experts, the experts are distributed over some of the tensor ranks, or over all tensor
-    ranks at several positions on the context and data axes."""
+    """Return the legal numbers of ranks over which experts are distributed (`parallel.expert`), in
+    ascending order. `layout` gives all other sizes. If tensor ranks divide each expert, the legal
+    values are those of `shard_groups`. Otherwise, experts are distributed over some tensor ranks,
+    or over all tensor ranks at several positions on the context and data axes."""
     groups, tensor = shard_groups(layout.data, layout.context), layout.dealing.tensor
     return sorted({*divisors(tensor), *(tensor * size for size in groups)})
 
@@ -50,8 +50,8 @@ def groups_to_shard(layout: Layout) -> list[int]:
 
 
 def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
-    """Return the size of shard groups that stay on one node. `context` * `data` ranks compute with
-    the same weights, and each node has `near` of them.
+    """Return the size of shard groups that stay on one node. There are `context` * `data` ranks
+    that compute with the same weights, and each node has `near` of these ranks.
 
     If all of these ranks are on one node, they are one group. Otherwise the size is the largest
     legal size above 1 that divides `near`. If there is no such size, for example with 3 ranks on a
@@ -169,7 +169,7 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
     """Return the width that the tensor axis divides in a layer with experts, as two values: the
     keys of [model] that determine the width, and the width. If experts are not divided, the tensor
-    axis divides only the shared experts, as one MLP.
+    axis divides only the shared experts, which are computed as one MLP.
     """
     if layout.dealing.whole:
         return "shared_experts * expert_hidden", model.shared_experts * model.expert_hidden
@@ -178,8 +178,8 @@ def _divided_width(layout: Layout, model: ModelConfig) -> tuple[str, int]:
 
 def _own_tokens(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule for undivided experts: the tensor-parallel size divides the number of
-    positions on a context rank. The reason is that each tensor rank sends an equal part of the
-    positions of its context rank to the experts."""
+    positions on a context rank. The positions must be divisible, because each tensor rank sends the
+    tokens at an equal number of these positions to the experts."""
     each = model.seq_length // layout.context
     return Rule(
         "expert_tokens",
@@ -348,8 +348,8 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
 
 def _expert_ranks(layout: Layout) -> Rule:
     """Return the rule that the experts are distributed over some context ranks of one data rank, or
-    over all context ranks of some data ranks. If the tensor ranks do not divide experts, the rule
-    concerns tensor, context and data ranks (see `expert_groups`).
+    over all context ranks of some data ranks. If the tensor ranks do not divide experts,
+    `expert_groups` gives the rule.
     """
     expert, legal = layout.expert, expert_groups(layout)
 
@@ -383,8 +383,8 @@ def dear(layout: Layout, batch: int) -> Iterator[str]:
 
 
 def groups_need_zero(group: int | str) -> str:
-    """Return the error message for a layout that shards nothing, although a size of shard groups (a
-    number, or "node") is given."""
+    """Return the error message for a layout that sets a size of shard groups but shards nothing.
+    `group` is this size: a number, or "node"."""
     said = f'"{group}"' if isinstance(group, str) else group
     return (
         f"parallel.shard_group = {said} has an effect only with parallel.zero = 1, 2 or 3; legal "

@@ -51,7 +51,7 @@ COMPRESSED_BY: Mapping[str, tuple[str, ...]] = {
     "rank": ("power_sgd",),
 }
 
-# Method of error feedback -> the kinds of state that it keeps on each replica.
+# Method of error feedback -> the kinds of state that this method keeps on each replica.
 REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "mem_sgd": ("error",),
@@ -60,8 +60,8 @@ REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "neolithic": ("error", "server_error"),
 }
 
-# Kinds of state, of a method or of its error feedback, that have the same values on all replicas.
-# All other kinds may differ between replicas.
+# Kinds of state that have the same values on all replicas. All other kinds of state that a
+# data-parallel method or its error feedback keeps may differ between replicas.
 COMMON = ("anchor", "outer_momentum", "estimate_mean", "low_rank")
 # Kinds of state whose initial values are the weights; all other kinds are initially zero. "anchor"
 # has the weights at the start of a round of local steps. "public" has the approximation of a
@@ -152,9 +152,9 @@ def replicas_differ(section: DataParallelConfig) -> bool:
 
 def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> int:
     """Return how many numbers a checkpoint stores for each element of a parameter: one for the
-    weight, `moments` for the optimizer, and the numbers of the method's state. If a kind of state
-    differs between replicas, the checkpoint stores it for each of the `replicas` replicas, unless
-    the checkpoint stores the average over the replicas.
+    weight, `moments` for the optimizer, and the numbers of the method's state. A kind of state that
+    differs between replicas is stored once for each of the `replicas` replicas, unless the
+    checkpoint stores only the average over the replicas.
     """
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)

@@ -44,7 +44,7 @@ SUBLAYERS: Mapping[str, str] = {
 # module. The deepest trained Transformers have 1,000 layers (Wang et al. 2022, arXiv 2203.00555),
 # and the deepest networks have 10,000 (Xiao et al. 2018, arXiv 1806.05393).
 MOST_LAYERS = 10_000
-MOST_EXPERTS = 10_000  # every expert is a module, too.
+MOST_EXPERTS = 10_000  # limited, because every expert is a separate torch module.
 MOST_MODULES = 4  # the maximum number of modules for multi-token prediction
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1.
 # Activation functions of gated MLPs. In a gated MLP, one half of the first linear layer's output is
@@ -187,8 +187,8 @@ class ModelConfig(Section):
         return self._adapt
 
     def idle(self, layers: range | None = None) -> int:
-        """Return how many layers of the range `layers` have no backward pass, because they come
-        before the first layer with adapters. The result is 0 if the model is trained without
+        """Return how many layers of the range `layers` come before the first layer with adapters,
+        and therefore have no backward pass. The result is 0 if the model is trained without
         adapters. If `layers` is None, all layers of the model are counted.
         """
         if layers is None:
@@ -209,8 +209,9 @@ class ModelConfig(Section):
     @property
     def mtp_modules(self) -> int:
         """Return the number of modules for multi-token prediction (DeepSeek-AI 2024, V3: arXiv
-        2412.19437, section 2.2). The result is `mtp_depth`. It is 0 if only adapters are trained,
-        or if the model has a head for a task, because the model then has no such modules."""
+        2412.19437, section 2.2). Without adapters and without a head for a task, the result is
+        `mtp_depth`. With adapters or such a head, the result is 0, because the model then has no
+        such modules."""
         return 0 if self.adapt.adapts or self.classifies else self.mtp_depth
 
     @property

@@ -15,8 +15,8 @@ The head has the same initial values and the same learning rate as the embedding
 the two may be tied. With `muon_scale = "match_rms_adamw"`, the elements of Muon's updates have the
 same root mean square at any width, so the spectral norm of an update would grow as sqrt(m). The
 factor 1/sqrt(m) prevents this growth (Yang et al. 2023, arXiv 2310.17813). The weight decay of a
-step does not depend on m, because it is computed from the learning rate before muP's factor is
-applied.
+step does not depend on m, because the decay is computed from the learning rate without muP's
+factor.
 """
 
 from ptdmpi.config.sections import OptimizerConfig

@@ -3,9 +3,9 @@ checks read this table.
 
 `precision.compute` names a row of the table. No other code lists precisions: all code reads the
 types and their sizes in bytes from this table. A new precision needs a row here and its name in
-`PrecisionName`. Nothing else is needed if the new precision only changes the type of the operands
-of matrix products. If its matrix products need more, for example scales, it also needs a kernel
-(`ptdmpi.model.kernels`).
+`PrecisionName`. A row and a name are enough if only the type of the operands of matrix products is
+new. If the matrix products of the new precision need more, for example scales, the precision also
+needs a kernel (`ptdmpi.model.kernels`).
 
 In the precision fp8, weights and activations have the type bfloat16, but the linear layers inside
 the transformer layers round the operands of their matrix products to 8-bit floating point. Inputs
@@ -24,9 +24,9 @@ PrecisionName = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
 # values of earlier steps.
 ScalingName = Literal["block", "delayed"]
 Scaling = Literal["none", "block", "delayed"]  # "none": the precision needs no scales.
-# The number of neighbouring numbers that share a scale. In a weight, the numbers of a block of
-# 128 rows and 128 columns share a scale; in another operand, 128 numbers of a row share a scale
-# (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.2).
+# The length of the blocks of numbers that share a scale. In a weight, a block has 128 rows and 128
+# columns. In another operand, a block is 128 neighbouring numbers of a row (DeepSeek-AI 2024, arXiv
+# 2412.19437, section 3.3.2).
 SCALED_BLOCK = 128
 
 
@@ -54,10 +54,11 @@ class Recipe:
     `operands` is the type of both matrices. A processor that cannot multiply numbers of this type
     converts the matrices to a wider type. `sums` is the type in which the products of two numbers
     are added. `gradients` is the type of the gradient of an output; None means that this type is
-    `operands`. If `scaled` is True, the numbers of a matrix form groups, and each group is
-    multiplied by a factor (its scale) that brings the group into the range of the type; `Scaling`
-    says which numbers form a group. With `scaled`, only the linear layers inside the transformer
-    layers use these types. All other matrix products have the type of the activations.
+    `operands`. If `scaled` is True, the numbers of a matrix form groups, and `Scaling` says which
+    numbers form a group. Each group is multiplied by a factor (the scale of the group), which
+    brings the numbers of the group into the range of the type. With `scaled`, only the linear
+    layers inside the transformer layers use these types. All other matrix products have the type of
+    the activations.
     """
 
     operands: NumberType

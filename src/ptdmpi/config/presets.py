@@ -22,10 +22,12 @@ WARMUP_SHARE = 10
 # Matches the number of parameters in the name of a model, such as 1.3b, 125m, 1t, 8x7b.
 SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
-# The weight of the model family in the distance between two names. Names of completely different
-# families have the distance 3. Sizes that differ by a factor of e = 2.718 have the distance 1.
+# The distance between two names is the sum of a distance between families, which is at most this
+# number, and a distance between sizes. The distance between two sizes is the magnitude of the
+# natural logarithm of their ratio.
 FAMILY_WEIGHT = 3.0
-UNKNOWN_SIZE = math.log(10)  # distance between a preset whose name has no size and any size
+# A preset whose name has no size has this distance to every size, as if the ratio were 10.
+UNKNOWN_SIZE = math.log(10)
 
 
 @cache

@@ -35,7 +35,8 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The name of a kind of state: the master weights, or the weights of a model that is not trained.
+# The name of the kind of state that contains the weights. In a training run these are the master
+# weights.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that contains the moving average of the weights.
 # Kinds of state that optimizers keep, with the names that torch uses.
@@ -89,16 +90,18 @@ class RunConfig(Section):
     def _default_dir(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and not values.get("dir"):
             name = str(values.get("name", "run"))
-            # a mistake in the name is reported only for the key `name`
+            # if the name is illegal, use the legal directory "runs", so that the mistake is
+            # reported only for the key `name` and not also for `dir`
             return {**values, "dir": "runs" if mistake_in_path(name) else f"runs/{name}"}
         return values
 
 
 class ParallelConfig(Section):
-    """The section [parallel]: the sizes of the tensor, context, pipeline and data axes, the number
-    of ranks over which experts are distributed, the number of tensor ranks that divide an expert,
-    and the pipeline schedule. `zero` is the stage of ZeRO, which shards state over groups of
-    `shard_group` ranks. `offload` moves the optimizer's state off the device.
+    """The section [parallel]: the sizes of the tensor, context, pipeline and data axes, and the
+    pipeline schedule. `expert` is the number of ranks over which experts are distributed, and
+    `expert_tensor` is the number of tensor ranks that divide an expert. `zero` is the stage of
+    ZeRO, which shards state over groups of `shard_group` ranks. `offload` moves the optimizer's
+    state off the device.
     """
 
     tensor: Reported[Positive] = 1
@@ -221,8 +224,8 @@ class OptimizerConfig(Section):
     def moments(self) -> tuple[str, ...]:
         """Return the kinds of state that the optimizer keeps for a parameter, with the names that
         torch uses. If the run keeps a moving average of the weights, the last kind is this moving
-        average. For the layers' matrices, Muon keeps only the first kind. For all other parameters,
-        Muon keeps the same kinds as AdamW.
+        average. With Muon, no parameter has all kinds: the momentum exists only for the layers'
+        matrices, and the two moments of AdamW exist only for all other parameters.
         """
         kept = self._moments_of_kind()
         if self.ema_decay:
@@ -259,8 +262,8 @@ class OptimizerConfig(Section):
     @property
     def numbers(self) -> int:
         """Return how many numbers of optimizer state are stored for each element of a parameter.
-        With Muon the result is not valid for the layers' matrices: their elements have one number
-        fewer.
+        With Muon the result holds for the parameters that AdamW updates. An element of a layer's
+        matrix has one number less.
         """
         return len(self.moments) - self.has_matrices
 
@@ -298,7 +301,7 @@ class TrainDataConfig(Section):
     @classmethod
     def _exact(cls, values: Any) -> Any:
         # The TOML parser returns binary floats. The shortest decimal form of such a float is the
-        # number that the user wrote.
+        # number that the user wrote, so read the Decimal from this form.
         if isinstance(values, Mapping):
             return {k: str(v) if isinstance(v, float) else v for k, v in values.items()}
         return values
@@ -386,10 +389,11 @@ class DistillationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """The section [checkpoint]. A run saves at its end, every `every_steps` steps and every
-    `every_minutes` minutes. The value 0 switches one of these intervals off. The run keeps the
-    newest `keep` checkpoints (0: all), the checkpoints at multiples of `keep_every` steps, and the
-    `keep_best` checkpoints with the lowest validation losses (true means 1).
+    """The section [checkpoint]. A run saves checkpoints at its end, every `every_steps` steps and
+    every `every_minutes` minutes. If one of these two keys is 0, the run does not save at this
+    interval. The run keeps the newest `keep` checkpoints (0: all), the checkpoints at multiples of
+    `keep_every` steps, and the `keep_best` checkpoints with the lowest validation losses (true
+    means 1).
     """
 
     every_steps: Free[NonNegative] = 0
@@ -436,9 +440,9 @@ class LogConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _listed(cls, values: Any) -> Any:
-        # Convert a single receiver to a list, so that the rule about lists of receivers checks
-        # it, too. The error message of that rule does not contain the receiver, which may be a
-        # secret web address.
+        # Convert a single receiver to a list, so that the rule about lists of receivers also checks
+        # this receiver. Otherwise pydantic would report a wrong type, and the error message would
+        # contain the receiver, which may be a secret web address.
         if isinstance(values, Mapping) and isinstance(values.get("notify"), str):
             return {**values, "notify": (values["notify"],)}
         return values

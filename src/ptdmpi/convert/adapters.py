@@ -49,8 +49,8 @@ class AdapterPlace:
     """The position of one adapter in the model. A linear layer may compute several outputs, for
     example queries, keys and values. The adapter changes output number `output` of the linear layer
     `linear`, and `rows` are the rows of the layer's weight that compute this output. If `by_rows`
-    is True, tensor ranks divide the inputs of the linear layer, and one adapter changes all outputs
-    of the layer."""
+    is True, tensor ranks divide the inputs of the linear layer, and the layer has one adapter for
+    all its outputs."""
 
     linear: str
     target: str
@@ -245,8 +245,8 @@ def _merged_slab(
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
     """Return `rows` with the change that the adapter at `place` makes. `rows` are some rows of a
-    weight, or some elements of a bias. `there` has the numbers of these rows, counted from the
-    first row that the adapter changes."""
+    weight, or some elements of a bias. The slice `there` gives the positions of these rows among
+    the rows that the adapter changes."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":
@@ -255,8 +255,8 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
         a, b = place.low_rank(adapter.tensors)
         return rows + adapt.scale * (b.double()[there] @ a.double())
     factors = place.factors(adapter.tensors).double()
-    # the factors of (IA)^3 multiply the input of the linear layer here, so they do not change the
-    # bias
+    # with `by_rows`, the factors of (IA)^3 multiply the input of the linear layer, so they do not
+    # change the bias
     if place.by_rows:
         return rows if is_bias else rows * factors
     return rows * (factors[there] if is_bias else factors[there, None])
@@ -272,11 +272,11 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     whose adapter had at most this rank, the result is the same adapter, except for the
     factorization into A and B.
 
-    Return two values. The first value is the largest relative error over all differences:
-    norm(difference - B A) / norm(difference). The second value has the names of all other
-    parameters that differ between the models, because an adapter cannot represent these
-    differences. Raise InputError for models of different shapes, for weights that are not finite,
-    and for a rank that no difference can have.
+    Return two values. The first value is the largest relative error of an adapter: norm(difference
+    - B A) / norm(difference). The second value has the names of the parameters that differ between
+    the models but have no adapter. An adapter cannot represent these differences. Raise InputError
+    for models of different shapes, for weights that are not finite, and for a rank that no
+    difference can have.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()
@@ -319,8 +319,8 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return two matrices of equal norm, A [rank, inputs] and B [outputs, rank], whose product B A
-    is nearest to the matrix `difference` [outputs, inputs]. A and B are padded with zeros if the
-    difference has a lower rank."""
+    is nearest to the matrix `difference` [outputs, inputs] among all matrices of this rank. If the
+    difference has fewer than `rank` singular values, A and B are padded with zeros."""
     u, s, v = torch.linalg.svd(difference, full_matrices=False)
     held = min(rank, len(s))
     root = s[:held].sqrt()
@@ -427,7 +427,8 @@ def own_template(adapter: StoredAdapter) -> tuple[Path | None, str]:
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
     """Return the file with the chat template for the merged model, and a note if the adapter's
     template cannot be found. The file is the adapter's template if there is one, and otherwise the
-    template of the base model. It is None if neither has a template."""
+    template of the base model. The file is None if neither the adapter nor the base model has a
+    template."""
     template, note = own_template(adapter)
     own = stored.path / TEMPLATE
     if template is None and own.is_file():

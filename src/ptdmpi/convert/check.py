@@ -26,8 +26,8 @@ from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.plan.layer.ahead.modules import MODULES
 
-# The largest allowed difference between two logits, relative to the greatest magnitude of all
-# logits.
+# The largest allowed difference between two logits of a head, relative to the greatest magnitude of
+# the logits of this head.
 BAR = 1e-5
 PROMPTS = 3
 PROMPT_TOKENS = 32
@@ -45,8 +45,8 @@ def prompts(vocab_size: int, seq_length: int) -> Tensor:
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return the token types (numbers of segments) [prompts, tokens] for the token ids. All tokens
-    of a type are neighbours, and each type has about equally many tokens."""
+    """Return the token types [prompts, tokens] for the token ids. The first tokens have type 0, the
+    next tokens type 1, and so on. Each type has about equally many tokens."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 
@@ -130,7 +130,7 @@ def _logits(
     types = None if question.types is None else question.types.t()
     # the position of the token that a head for a task reads: the first or the last token
     at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
-    # the last token of a prompt has no next token
+    # the last token of a prompt has no next token, so its label is the id 0, as in `reference.py`
     labels = ids.t()[:1] if question.classifies else F.pad(ids[:, 1:], (0, 1)).t()
     batch = Microbatch(
         inputs=ids.t(),

@@ -39,7 +39,7 @@ class Decoder:
     not write default values. `keys` is a function that makes further keys of [model] from a
     config.json. `config` is a function that makes further keys of config.json from [model].
     `required` has the values that [model] must have in addition to the values that all families
-    require. The value None removes a requirement.
+    require. A value None in `required` removes the requirement that all families have for this key.
     """
 
     model_type: str
@@ -157,7 +157,8 @@ def _llama_config(model: ModelConfig) -> dict[str, Any]:
 def _mistral_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("hidden_act", "silu", "swish")
     window = window_keys(config, [True] * layer_count(config))
-    # `transformers` ignores the key layer_types of Mistral models
+    # `transformers` ignores the key layer_types of Mistral models, so all layers have the same
+    # window there
     if window.get("sliding_layers", "all") != "all":
         raise InputError(f"{config.name}: layer_types of a mistral must be all of one kind")
     return {**window, "bias": False}
@@ -235,14 +236,15 @@ def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
         "final_logit_softcapping": model.logit_softcap or None,
         "sliding_window": model.sliding_window or None,
         "layer_types": layer_types(model),
-        "pad_token_id": None,  # `transformers` would give the embedding of this token no gradient
+        # `transformers` would give the embedding of a padding token no gradient
+        "pad_token_id": None,
     }
 
 
 # -- experts (Mixtral: Jiang et al. 2024; Qwen 3: Yang et al. 2025) --------------------------------
 
 # The router settings that Mixtral and Qwen 3 have in common. `balance` is "none", because
-# `transformers` either computes a balance loss of its own or none.
+# `transformers` does not compute the balance losses of ptdmpi.
 ROUTED = {
     "router": "softmax",
     "router_scale": 1.0,
@@ -460,8 +462,9 @@ DECODERS = {
 
 def decoder_for(model: ModelConfig) -> Family:
     """Return the family for a model with RMSNorm that ptdmpi has trained. The families are tested
-    in a fixed order, and the model belongs to the first family whose property it has, or else to
-    LLaMA. If the model does not fit the family, the family's `config` raises InputError."""
+    in a fixed order. The model belongs to the first family whose property the model has; if it has
+    none of these properties, it belongs to LLaMA. If the model does not fit the family, the
+    family's `config` raises InputError."""
     distinct = {
         "gemma2": model.block_norm == "sandwich",
         "olmoe": model.experts > 0 and model.qk_norm == "all",

@@ -179,7 +179,8 @@ BERT = Family(
         "sentence.order": ("cls.seq_relationship",),
     },
     transposed=False,
-    # without a head after the pooler, the pooler affects no loss, so its tensors are buffers
+    # In a model without a head after the pooler, the pooler affects no loss. ptdmpi's model then
+    # has no pooler, so the tensors of the pooler are buffers.
     buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
     keys=_bert_keys,
     config=_bert_config,

@@ -43,25 +43,27 @@ PLAIN = {
 class Family:
     """A family of models in `transformers`, such as GPT-2.
 
-    `modules` maps each module of ptdmpi to the modules of `transformers`. A module of ptdmpi has
-    several counterparts if `transformers` stores its outputs separately (such as q, k and v). {i}
-    is the number of a layer, or of a module for multi-token prediction, and {e} is the number of an
-    expert. `prefix` is the beginning of the parameter names of the base model. The parameter names
-    of heads do not have the prefix, and neither do the names in a file that contains only the base
-    model. `transposed` is True if the weights of linear layers in `transformers` are [inputs,
-    outputs]. `buffers` is a pattern for the names of tensors that are not parameters in ptdmpi.
-    These tensors are stored unchanged, because the conversion back to `transformers` needs them.
-    `keys` is a function that makes the keys of [model] from a config.json. `config` is a function
-    that makes a config.json from [model] and the size of the vocabulary. Files may contain the same
-    values in two tensors, for example in a tied head and the embedding. `again` maps the repeating
-    tensor to the tensor that it repeats. If the head is not tied and the two tensors differ, only
-    the repeating tensor is used. `told_by` is for keys of [model] that no config.json has: it maps
-    each such key to the tensor that exists if the key is true. `renamed` maps the ends of names in
-    old files to the ends in newer files. `parameters` maps the last part of a parameter's name to
-    another last part in `transformers`. `copies` is for tensors that the files repeat in every
-    module for multi-token prediction. It maps each of these tensors to the tensor of the model with
-    the same values. It is empty if the files have no such modules. `tasks` maps a kind of task to
-    the class in `transformers` that has a head for the task, and to the linear layer of that head.
+    `modules` maps each module of ptdmpi to the modules of `transformers`. A linear layer of ptdmpi
+    has several counterparts if `transformers` computes its outputs, such as q, k and v, by separate
+    layers. {i} is the number of a layer, or of a module for multi-token prediction, and {e} is the
+    number of an expert. `prefix` is the beginning of the parameter names of the base model. The
+    parameter names of heads do not have the prefix, and neither do the names in a file that
+    contains only the base model. `transposed` is True if the weights of linear layers in
+    `transformers` are [inputs, outputs]. `buffers` is a pattern for the names of tensors that are
+    not parameters in ptdmpi. These tensors are stored unchanged, because the conversion back to
+    `transformers` needs them. `keys` is a function that makes the keys of [model] from a
+    config.json. `config` is a function that makes a config.json from [model] and the size of the
+    vocabulary. Files may contain the same values in two tensors, for example in a tied head and the
+    embedding. `again` maps the repeating tensor to the tensor that it repeats. If the head is not
+    tied and the two tensors differ, only the repeating tensor is used. `told_by` is for keys of
+    [model] that no config.json has. Such a key is true if the files contain a certain tensor, and
+    `told_by` maps the key to this tensor. `renamed` maps the ends of names in old files to the ends
+    in newer files. `parameters` maps the last part of a parameter's name (such as "weight") to the
+    last part of the name in `transformers`, if the two parts differ. `copies` is for tensors that
+    the files repeat in every module for multi-token prediction. `copies` maps each of these tensors
+    to the tensor of the model with the same values. `copies` is empty if the files of the family
+    have no such modules. `tasks` maps a kind of task to the class in `transformers` that has a head
+    for the task, and to the linear layer of that head.
     """
 
     model_type: str
@@ -110,8 +112,8 @@ class Family:
 class Counterpart:
     """A tensor in the files of `transformers`, and the slice of a parameter of ptdmpi with the same
     values. `theirs` is the name of the tensor, without prefix. `ours` is the name of ptdmpi's
-    logical tensor, `whole` is its full shape, and `box` is the slice. The tensor in the files may
-    be transposed."""
+    parameter, `whole` is the full shape of this parameter, and `box` is the slice. The tensor in
+    the files may be transposed."""
 
     ours: str
     whole: tuple[int, ...]
@@ -125,8 +127,8 @@ class Counterpart:
         return self.box.size[::-1] if self.transposed else self.box.size
 
     def ours_of(self, part: Box) -> Box:
-        """Return the slice of ptdmpi's logical tensor that corresponds to the slice `part` of the
-        tensor of `transformers`."""
+        """Return the slice of ptdmpi's parameter that corresponds to the slice `part` of the tensor
+        in the files."""
         return (part.transposed() if self.transposed else part).within(self.box)
 
 
@@ -180,8 +182,8 @@ class NumberedName(NamedTuple):
         return cls(module, numbers)
 
     def in_files(self, layers: int) -> "NumberedName":
-        """Return the name with the numbers of the files of `transformers`. The files number modules
-        for multi-token prediction like layers after the last of the `layers` layers."""
+        """Return the name with the numbers of the files of `transformers`. In these files, modules
+        for multi-token prediction have layer numbers: module k has the number `layers` + k."""
         if not self.name.startswith(f"{MODULES}."):
             return self
         number = layers + int(self.numbers["{i}"])

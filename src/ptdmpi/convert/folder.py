@@ -3,10 +3,10 @@
 `from_hf` writes a directory with the layout of a run directory, so that `train`, `evaluate` and
 `generate` can use it. The directory has a config.toml with [model], and a checkpoint with weights
 only. The folder `hugging_face/` in the directory contains the files that only the conversion back
-needs. The folder `hugging_face/` has the headers of the weight files, the tensors that are not
-parameters (buffers), and all other files of the model's directory (such as config.json and the
-tokenizer). From these files and the checkpoint, `to_hf` writes the original files again. If the
-weights are unchanged, the files that `to_hf` writes are byte for byte equal to the original files.
+needs. These files are the headers of the weight files, the tensors that are not parameters
+(buffers), and all other files of the model's directory (such as config.json and the tokenizer).
+From these files and the checkpoint, `to_hf` writes the original files again. If the weights are
+unchanged, the files that `to_hf` writes are byte for byte equal to the original files.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         sync(folder)
         folder.rename(target)
         sync(target.absolute().parent)
-    # catch SafetensorError, too: safetensors raises it if the disk is full
+    # if the disk is full, safetensors raises SafetensorError instead of OSError
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error

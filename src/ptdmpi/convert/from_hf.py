@@ -39,8 +39,8 @@ MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md",
 # Name endings of files that contain weights, in any format. All other files of a model are copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
-# Files of a model that contain a JSON object. A model need not have all of them, but a damaged file
-# is refused, not copied.
+# Files of a model that contain a JSON object. A model may lack some of these files. If one of these
+# files is damaged, the conversion stops, because the file would be copied.
 _OBJECTS = {
     "tokenizer.json",
     "tokenizer_config.json",
@@ -100,9 +100,9 @@ def _config(
 ) -> tuple[Config, str]:
     """Return a configuration with the given `keys` of [model], and a note for the user. Two further
     settings depend on the tensors in the files. A key of `Family.told_by` is True if the files
-    contain its tensor. `mtp_depth` is 0 if the files have no modules for multi-token prediction.
-    If a key is unknown or has an illegal value, raise InputError. Its message begins with `name`,
-    the path of config.json."""
+    contain its tensor. `mtp_depth` is 0 if the files have no modules for multi-token prediction. If
+    a key is unknown or has an illegal value, raise InputError. The error message begins with
+    `name`, the path of config.json."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
@@ -110,8 +110,8 @@ def _config(
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    # More layers than tensors are surely a typo. Report it now, because declaring so many layers
-    # would take long.
+    # If config.json has more layers than there are tensors, the number of layers is surely a typo.
+    # Report the typo now, because declaring so many layers would take long.
     if layers > len(bases):
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     depth, note = depth_of(family, config.model, bases, name)
@@ -131,11 +131,11 @@ def _require_whole(source: Path) -> None:
 
 
 def _settled(plan: Plan, family: Family, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Compare each repeating tensor (such as a tied head) with the tensor that it should repeat,
-    and return the changed plan. If the values differ, the repeating tensor becomes the parameter,
-    and the other tensor is unused. Raise InputError if the values differ in a model whose
-    embeddings are tied, or if the repeating tensor is a copy in a module for multi-token
-    prediction."""
+    """Compare each repeating tensor (such as a tied head) with the tensor that it should repeat.
+    Return the plan, changed for each pair of tensors whose values differ. In the changed plan, the
+    repeating tensor is the parameter, and the other tensor is unused. Raise InputError if the
+    values differ in a model whose embeddings are tied, or if the repeating tensor is a copy in a
+    module for multi-token prediction."""
     copies = copies_of(family, model)
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
@@ -184,9 +184,10 @@ def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
 def _read(
     theirs: WeightFiles, name: str, transposed: bool, slab: Box, *, dtype: torch.dtype
 ) -> Array:
-    """Return the slice `slab` of the tensor `name` of `transformers`, in ptdmpi's layout and as
-    `dtype`. The indices of `slab` are those of ptdmpi's parameter, not those of the tensor in the
-    file."""
+    """Return the slice `slab` of the tensor `name` of `transformers`, as `dtype`. `slab` and the
+    result have the dims in ptdmpi's order. If `transposed` is True, the tensor in the file has the
+    two dims in the other order. The indices of `slab` count from the start of this tensor, even if
+    ptdmpi's parameter contains several tensors."""
     values = theirs.read(name, slab.transposed() if transposed else slab)
     if transposed:
         values = values.t()

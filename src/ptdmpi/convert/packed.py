@@ -33,10 +33,11 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class PackedModel:
-    """The tensors of a plan that are written in packed form, by name. Each tensor contains complete
-    rows of one weight of ptdmpi. `form` is the format of the codes (quantized numbers). `plain` has
-    the names of the linear layers, except the head, that are not packed: routers, the linear layers
-    of modules for multi-token prediction, and copies of the head."""
+    """The tensors that are written in packed form, by their names in the Hugging Face files. Each
+    tensor contains complete rows of one weight of ptdmpi. `form` is the format of the codes
+    (quantized numbers). `plain` has the names of the linear layers, except the head, that are not
+    packed: routers, the linear layers of modules for multi-token prediction, and copies of the
+    head."""
 
     form: LowBit
     tensors: Mapping[str, Counterpart]

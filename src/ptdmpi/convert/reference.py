@@ -103,8 +103,8 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
         logits = _capped(logits, config.get("final_logit_softcapping", 30.0))
     predicted = [logits]
     for i in range(layers, layers + question.ahead):
-        # At position j, module k (from 0) gets the embedding of token j + k + 1. After the end of
-        # the prompt, it gets the embedding of token id 0.
+        # At position j, module k (from 0) gets the embedding of token j + k + 1. If the prompt has
+        # no such token, the module gets the embedding of token id 0.
         shift = i - layers + 1
         ids = torch.nn.functional.pad(question.ids[:, shift:], (0, shift))
         embedded = get(f"layers.{i}.embed_tokens.weight")[ids]

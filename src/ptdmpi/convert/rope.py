@@ -62,7 +62,8 @@ def _scaling(
     number."""
     length = "original_max_position_embeddings"
     values: dict[str, Any] = {length: config.get("max_position_embeddings")}
-    # the defaults of `transformers`; attention factor 0 means the factor of YaRN's paper
+    # These are the defaults of `transformers` for keys that `rope` does not have. In ptdmpi the
+    # attention factor 0 means the factor of YaRN's paper.
     if kind == "yarn":
         values |= {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}
     values |= {name: value for name, value in rope.items() if value is not None}

@@ -87,10 +87,11 @@ def to_hf(
     `like` is a directory that `from_hf` wrote; the new directory gets the same files, tensor names
     and data types. By default, `like` is `source` itself or the directory from which the run began,
     if `from_hf` wrote that directory. If there is no directory `like`, the files of the model are
-    made from [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters;
-    None keeps the types. If `quantized` is True, the quantized weights of the checkpoint stay
-    quantized (`packed.py`). Otherwise they are dequantized. `kind` selects the stored values that
-    become the weights: the trained weights, or the moving average of the weights.
+    made from [model], in float32. `dtype` (a key of DTYPES) is the data type of all parameters. If
+    `dtype` is None, the data types do not change. If `quantized` is True, the quantized weights of
+    the checkpoint stay quantized (`packed.py`). Otherwise they are dequantized. `kind` selects the
+    stored values that become the weights: the trained weights, or the moving average of the
+    weights.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
@@ -150,8 +151,8 @@ def _contents(stored: StoredModel, like: Path | None) -> tuple[Contents, dict[st
 def _modules(original: Contents | None, model: ModelConfig) -> int:
     """Return how many modules for multi-token prediction the target directory gets. If there are
     original files, this is the number of modules in the trained model or in the original files,
-    whichever is less. Otherwise, it is the number in the trained model, or 0 if files of the family
-    have no such modules."""
+    whichever is less. Without original files, this is the number of modules in the trained model,
+    or 0 if files of the family cannot have such modules."""
     family = family_for(model) if original is None else original.family
     if original is None or not family.copies:
         return model.mtp_modules if family.copies else 0
@@ -159,8 +160,8 @@ def _modules(original: Contents | None, model: ModelConfig) -> int:
 
 
 def _with_modules(contents: Contents, stored: StoredModel, modules: int) -> Contents:
-    """Return the contents with only the first `modules` modules for multi-token prediction: those
-    that the trained model still has."""
+    """Return the contents with only the first `modules` modules for multi-token prediction. The
+    trained model does not have the later modules."""
     base, layers = contents.family.base, stored.config().model.layers
     numbers = {name: module_of(base(name), layers) for name in contents.tensors}
     gone = {name: layers + number for name, number in numbers.items() if number >= modules}
@@ -262,7 +263,8 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
     `family` is the family of the unchanged config.json."""
     now = stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
-    # the values of these keys come from the tensors of the original model, not from its config.json
+    # config.json does not determine these keys: `from_hf` decides them by the tensors. So take the
+    # values of the trained model, and the keys do not count as changed.
     decided = {key: getattr(now, key) for key in (*family.told_by, "mtp_depth")}
     before = config_of({**keys, **decided}).model
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}

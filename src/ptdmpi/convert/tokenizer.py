@@ -108,7 +108,8 @@ def _tokenizer_files(
     note = ""
     if missing and sorted([*known, *missing]) != list(range(len(known) + len(missing))):
         # `transformers` gives a new token the next free id, even if tokenizer_config.json says
-        # another id
+        # another id. So if the ids of the missing tokens are not the next free ids, do not name
+        # these tokens.
         unnamed = " and ".join(f"{token} has id {number}" for number, token in missing.items())
         note = f"{unnamed} here, and no name in tokenizer_config.json"
         special = {role: token for role, token in special.items() if token.number in known}

@@ -33,8 +33,8 @@ class MicrobatchRows(NamedTuple):
 
     inputs: np.ndarray  # int64 [b, s].
     labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token.
-    # float32 [b, s]: the weight of each label in the loss, 0 or 1 (in the user's own datasets any
-    # finite number); None: all weights are 1
+    # float32 [b, s]: the weight of each label in the loss, 0 or 1 (in the user's own datasets 0, or
+    # a number from `own.LEAST_WEIGHT` to `own.MOST_WEIGHT`); None: all weights are 1
     weights: np.ndarray | None
     # int64 [b]: in training, the global numbers of the samples; in validation, the numbers of the
     # samples in their dataset
@@ -44,7 +44,7 @@ class MicrobatchRows(NamedTuple):
     masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels.
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1.
     # int64 [b]: 0 if the two segments are in order, 1 if they are swapped, -1 if the sample has
-    # only one segment
+    # only one segment, or only fills up a validation batch
     order: np.ndarray | None = None
     # float32 [b, s]: log-probabilities of the labels under a reference model, for pairs of answers
     references: np.ndarray | None = None

@@ -112,8 +112,9 @@ class VerifiedTokens:
 
 
 def require_checksum(path: Path, part: str, actual: str, recorded: str) -> None:
-    """Raise InputError if a part of the shard `path` has the checksum `actual`, but the shard
-    records the checksum `recorded`. `part` names the part, with its verb."""
+    """Raise InputError if the computed checksum `actual` of a part of the shard `path` differs from
+    the checksum `recorded` in the shard. `part` names the part in the message, together with a
+    verb, for example "weights have"."""
     if actual != recorded:
         raise InputError(
             f"shard {path}: {part} checksum {actual}, recorded {recorded}: damaged; restore the "

@@ -29,12 +29,13 @@ from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
 WEIGHTED_VERSION = 2  # the format version of shards with weights.
-PAIRED_VERSION = 3  # the format version of shards with weights whose documents form pairs.
+PAIRED_VERSION = 3  # the format version of shards with weights and with pairs of documents.
 # The name of a file in the folder of shards. The file records from which texts the shards were
 # made, and lists their headers.
 SUMMARY = "tokenize.json"
-# HDF5 may store the texts of attributes at several positions of a file. At each of these positions,
-# this number of bytes is searched for the texts.
+# HDF5 stores the texts of attributes in heaps, which may be before, between or after the datasets
+# of the file. In each of these places, the first bytes, up to this number, are searched for heaps
+# (`_check_heaps`).
 _HEAP_BYTES = 1 << 20
 
 
@@ -82,9 +83,10 @@ class ShardHeader:
     weights_byte_offset: int = 0
     row_length: int = 0  # number of tokens in a row of packed documents; 0: no rows
     weights_checksum: str = ""
-    pairs: bool = False  # the documents of a row form pairs of answers.
+    pairs: bool = False  # True if the documents of a row form pairs of answers.
     documents_checksum: str = ""  # "" if an older version of ptdmpi made the shard.
-    # the header is from SUMMARY, and was not yet compared with the shard's file (`confirmed`)
+    # True if the header is from SUMMARY, and was not yet compared with the shard's file
+    # (`confirmed`)
     listed: bool = False
 
 
@@ -198,8 +200,8 @@ def _check_heap(content: bytes, heap: int) -> None:
     while at + 16 <= min(limit, len(content)):
         size = int.from_bytes(content[at + 8 : at + 16], "little")
         free = content[at : at + 2] == b"\0\0"
-        # `size` is the size of the content of an object in the heap, without the header and the
-        # padding of the object
+        # `size` is the size of an object's content. Add the header (16 bytes) and the padding of
+        # the object, except for free space, whose `size` includes the header.
         if not free:
             size = 16 + -(-size // 8) * 8
         if not 16 <= size <= limit - at:
@@ -211,9 +213,10 @@ def read_header(path: str | Path) -> ShardHeader:
     """Open a shard, validate its metadata, close it and return its header. The time of the call
     does not depend on the number of tokens in the shard.
 
-    Raise InputError, with a message that names the file, the mistake and the legal values, in these
-    cases. The file does not exist, is not HDF5 or is truncated. A dataset or an attribute is
-    missing, or has a wrong type, layout or version. The document offsets are impossible.
+    Raise InputError if the file does not exist, is not HDF5 or is truncated. Also raise InputError
+    if a dataset or an attribute is missing, or has a wrong type, layout or version, and if the
+    document offsets are impossible. The error message names the file, the mistake and the legal
+    values.
     """
     path = Path(path)
     if not path.exists():

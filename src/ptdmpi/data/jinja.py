@@ -120,7 +120,8 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., st
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     try:
-        # compiling a template computes constant expressions, so limit the memory here, too
+        # compiling a template computes its constant expressions, so limit the memory of the
+        # compilation as that of a rendering
         with at_most(MOST_BYTES):
             template = environment.from_string(source)
     # deep nesting exceeds the recursion limit of Jinja, or of Python's compiler

@@ -45,7 +45,8 @@ class LabelledFile:
     lost: int
 
     def samples(self, length: int) -> int:
-        """Return the number of samples, which does not depend on `length`."""
+        """Return the number of samples. `length` has no effect here: it is an argument because
+        `Dataset.samples` has it."""
         return len(self.labels)
 
 

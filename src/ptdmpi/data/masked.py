@@ -87,8 +87,8 @@ class MaskedSamples:
             labels[row, : len(sample.masked)] = sample.labels
             weights[row, : len(sample.masked)] = 1.0
         orders = np.array([sample.order for sample in samples], dtype=np.int64)
-        # a row with weight 0 only fills up a validation batch: its labels get the weight 0, and it
-        # gets no order of segments
+        # A row with weight 0 only fills up a validation batch, and must not contribute to any loss.
+        # So its labels get the weight 0, and its order is -1, for which there is no loss.
         if microbatch.weights is not None:
             weights *= microbatch.weights[:, :1]
             orders[microbatch.weights[:, 0] == 0.0] = -1
@@ -112,9 +112,9 @@ class MaskedSamples:
         is taken. Long documents are therefore chosen more often, and over many epochs every
         document is used.
         """
-        # The number of random numbers that are drawn depends only on the length of the window, even
-        # if some of them are not used. A random choice therefore does not change the random numbers
-        # of later choices.
+        # Draw a number of random numbers that depends only on the length of the window, even if
+        # some of them are not used. Each choice then always has the same random numbers, whatever
+        # the earlier choices were.
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)
@@ -178,11 +178,12 @@ class MaskedSamples:
         few less.
 
         The masked tokens are n-grams of complete words, chosen in random order. For each n-gram,
-        the number of words n is a random number. If n words would exceed `budget`, leave the
-        segment or overlap an earlier n-gram, n is reduced. `words` has, for each segment, the
-        positions of the first tokens of its words and the end of the segment. `chances` has random
-        numbers, float [2, m], with m at least the number of words: the first row determines the
-        order of the n-grams, and the second row their lengths.
+        the number of words n is drawn at random. Then n is reduced until the n-gram has at most as
+        many tokens as are left of `budget`, ends inside the segment, and does not overlap an
+        earlier n-gram. `words` has, for each segment, the positions of the first tokens of its
+        words and the end of the segment. `chances` has random numbers, float [2, m], with m at
+        least the number of words: the first row determines the order of the n-grams, and the second
+        row their lengths.
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])

@@ -57,8 +57,8 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
     The low half of a word has bits//2 bits, and the high half has the remaining bits. Rounds change
     the two halves alternately (an alternating, unbalanced network). The halves may have unequal
-    lengths, so an odd number of bits needs no padding. `permute` can therefore choose the smallest
-    `bits` for its range, and 2^bits is less than twice the size of this range.
+    lengths, so `bits` may be odd. `permute` can therefore choose the smallest `bits` with 2^bits >=
+    size, and then 2^bits is less than 2 size.
     """
     low_bits = np.uint64(bits // 2)
     widths = (np.uint64(bits - bits // 2), low_bits)
@@ -168,17 +168,18 @@ def _apportion(weights: list[int]) -> np.ndarray:
     weights[i] / period). The number of samples of dataset i therefore differs from w_i n by less
     than one.
 
-    Proof: this is a scheduling problem with jobs of unit length. Job k of dataset i may run from
-    slot floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The bounds floor(w_i n) and
+    Proof: this is a scheduling problem with jobs of unit length. A slot is a sample of the period,
+    and job k of dataset i is the dataset's sample number k in the period. Job k may run from slot
+    floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The bounds floor(w_i n) and
     ceil(w_i n) hold for every n if and only if every job runs in its window. If jobs may be split,
     a schedule exists: give dataset i the fraction w_i of every slot. The sum of the fractions is 1,
     so every slot is full. Job k of dataset i then runs from k / w_i to (k + 1) / w_i, which is
-    inside its window. Such a schedule is a flow between jobs and slots. If a flow in a bipartite
-    graph with integer bounds exists, an integral flow exists, too, so there is a schedule in which
-    no job is split. For jobs of unit length on one machine, the rule "earliest deadline first"
-    finds such a schedule (Horn, Naval Res. Logist. 21 (1974)). Proportionate fairness (Baruah,
-    Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and Steiner and Yeomans (1993) define the same
-    windows of slots."""
+    inside its window. Such a schedule is a flow in the bipartite graph of jobs and slots, and its
+    bounds are integers. With integer bounds, an integral flow exists whenever a flow exists. So
+    there is a schedule in which no job is split. For jobs of unit length on one machine, the rule
+    "earliest deadline first" finds such a schedule (Horn, Naval Res. Logist. 21 (1974)).
+    Proportionate fairness (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and Steiner and
+    Yeomans (1993) define the same windows of slots."""
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)
@@ -202,11 +203,12 @@ class SampleOrder:
 
     A table has the dataset of each slot of a period. The period is the smallest number of samples
     in which the datasets have exactly the ratios of their weights; after it, the table is used
-    again. Global sample n has the dataset of slot (n - start.sample) mod period. If n is the k-th
-    sample of its dataset (k counts from 0), it is the dataset's sample permute(k mod samples) in
-    epoch k // samples. The key of `permute` is made from seed, dataset and epoch. Every epoch of a
-    dataset therefore has each of its samples exactly once, in a new order. With a later `start`, k
-    also counts the `drawn` samples of the dataset that the run used before the start."""
+    again. Global sample n comes from the dataset of slot (n - start.sample) mod period. Let n be
+    the k-th sample from its dataset (k counts from 0), and let the dataset have S samples. Then n
+    is the dataset's sample permute(k mod S), in epoch k // S. The key of `permute` is made from
+    seed, dataset and epoch. Every epoch of a dataset therefore has each of its samples exactly
+    once, in a new order. With a later `start`, k also counts the `drawn` samples of the dataset
+    that the run used before the start."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
         """Prepare the order. Raise InputError if there are no parts or a part has no samples, if a

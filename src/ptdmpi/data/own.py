@@ -20,8 +20,8 @@ from ptdmpi.base.plugins import is_plugin, plugin, users_code
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.order import SampleOrder
 
-# The range of weights above 0. The gradients of a step are divided by the sum of its weights, and
-# float32 has no reciprocal of much smaller sums.
+# A weight is 0 or in this range. The gradients of a step are divided by the sum of its weights, and
+# the reciprocal of a much smaller sum would overflow float32.
 LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
 
 
@@ -37,9 +37,10 @@ class OwnDataset:
 
     def __init__(self, path: str, seq_length: int) -> None:
         """Make the user's object for sequences of `seq_length` tokens. Raise InputError if the
-        user's class tries to end the program (for example by `sys.exit`), if the object's
-        `vocab_size` is not an integer above 0, if the object has no length or no samples, or if
-        `row` raises InputError for the first or the last sample."""
+        user's class tries to end the program, for example by `sys.exit`. Also raise InputError if
+        the object's `vocab_size` is not an integer above 0, or if the object has no length, no
+        samples or no method `sample`. The first and the last sample are read, so the errors of
+        `row` are also raised."""
         self.path = path
         self.seq_length = seq_length
         with users_code(path):
@@ -66,14 +67,16 @@ class OwnDataset:
         self.sha256 = _hash(path, len(self._own), seq_length, ends)
 
     def samples(self, length: int) -> int:
-        """Return the number of samples, which does not depend on `length`."""
+        """Return the number of samples. `length` has no effect here: it is an argument because
+        `Dataset.samples` has it."""
         return len(self._own)
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the ids [s + 1] of sample `number`, and the weights [s] of its labels (None: all
-        weights are 1). Raise InputError if the method `sample` tries to end the program (for
-        example by `sys.exit`), if ids or weights have other sizes, if an id is not an integer or is
-        outside the vocabulary, or if a weight is neither 0 nor in the legal range."""
+        weights are 1). Raise InputError if the method `sample` tries to end the program, for
+        example by `sys.exit`. Also raise InputError if ids or weights have other sizes, if an id is
+        not an integer or is outside the vocabulary, or if a weight is neither 0 nor in the legal
+        range."""
         try:
             with users_code(f"{self.path}: sample {number}"):
                 sample: Any = self._own.sample(int(number))

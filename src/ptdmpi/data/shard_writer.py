@@ -35,15 +35,15 @@ from ptdmpi.data.header import (
 # Tokens start at a page boundary, after the HDF5 structures of an empty file, which take less than
 # 1 KiB.
 _ALIGNMENT_BYTES = 4096
-# The number of tokens that are checked, added to the checksum and written together, while they are
-# in the processor's cache.
+# The number of tokens that are checked, added to the checksum and written together. This number of
+# tokens fits into the processor's cache, so the tokens are read from memory only once.
 _PIECE_TOKENS = 1 << 17
 # If tokens have a wider type than the shard, this number of tokens is checked and converted at a
-# time.
+# time, so that the tokens stay in the processor's cache.
 _STEP_TOKENS = 1 << 15
 _FEW_ENDS = 16  # if a block has fewer document ends, plain integers are faster than numpy.
-# whenever this number of bytes was written to the file, ask the kernel to write the bytes to the
-# disk
+# Each time that this number of bytes was written to the file, the kernel is asked to write these
+# bytes to the disk.
 _OUT_BYTES = 1 << 23
 
 
@@ -82,12 +82,13 @@ class ShardWriter:
 
     Only a complete, synced shard ever has the name PATH. The temporary file is removed if the
     `with` block raises an exception, or if a write fails. The writer needs memory for one buffer,
-    for 8 bytes per document, and, for a shard with rows, for one byte per token.
+    and 8 bytes per document. For a shard with rows, the writer also needs one byte per token.
 
     The methods of `ShardWriter` raise InputError if the file cannot be written, for example on a
-    full disk. They also raise InputError for a token id outside the vocabulary. This error may be
-    raised by a later call, because short blocks are collected first. `close` also raises InputError
-    if the shard would be empty, or if its last document has no end.
+    full disk. They also raise InputError for a token id outside the vocabulary. A later call may
+    raise this error, because short blocks of tokens are collected in a buffer before they are
+    checked. `close` also raises InputError if the shard would be empty, or if its last document has
+    no end.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class ShardWriter:
             "vocab_size": vocab_size,
             "eod_id": eod_id,
         }
-        # the weights of the tokens as labels, one byte per token; only for a shard with rows
+        # one byte per token: 1 if the token counts as a label, otherwise 0; empty for a shard
+        # without rows
         self._weights = bytearray()
         if row_length:
             version = PAIRED_VERSION if pairs else WEIGHTED_VERSION
@@ -149,8 +151,8 @@ class ShardWriter:
             self.discard()
 
     def write_row(self, tokens: np.ndarray, document_ends: np.ndarray, weights: np.ndarray) -> None:
-        """Append tokens (int [n]) to a shard with rows, as `write` does, together with the weights
-        of the tokens as labels (bool [n])."""
+        """Append tokens (int [n]) to a shard with rows, as `write` does. `weights` (bool [n]) is
+        True for each token that counts as a label."""
         self._weights += weights.astype(np.uint8).tobytes()
         self.write(tokens, document_ends)
 
@@ -253,8 +255,7 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Close and remove the temporary file."""
-        # closing the stream writes its buffer, and this write may fail, too, for example on a full
-        # disk
+        # closing the stream writes its buffer, and this write may fail, for example on a full disk
         with suppress(OSError):
             self._stream.close()
         self._discard()

@@ -33,7 +33,7 @@ from ptdmpi.data.header import (
     read_header,
 )
 
-# the name of a folder that marks a directory whose shards are still being written
+# While shards are written into a directory, the directory contains a folder with this name.
 UNFINISHED = ".unfinished"
 # maximum number of shards of one dataset that are mapped at a time; the kernel allows 65530 maps
 # per process
@@ -215,8 +215,8 @@ class Dataset:
 
     A sample is seq_length + 1 consecutive tokens of one shard. The first seq_length tokens are the
     inputs, and the last seq_length tokens are the labels. Sample j of a shard starts at token j *
-    seq_length. If SUMMARY lists the shards, the first shard is opened at once, and each other shard
-    when it is first read.
+    seq_length. If SUMMARY lists the shards, only the first shard is opened at once. Every other
+    shard is opened when one of its samples is first read.
     """
 
     def __init__(self, directory: str | Path, use_mmap: bool = True, *, verified: bool = False):
@@ -230,7 +230,8 @@ class Dataset:
         """
         self.directory = Path(directory)
         self._verified = verified
-        self._sound: set[tuple[int, str]] = set()  # shards and their parts that were verified
+        # (shard, part) for each part of a shard whose checksum was verified
+        self._sound: set[tuple[int, str]] = set()
         self.headers = find_headers(directory)
         first = self.headers[0]
         for header in self.headers:
@@ -250,8 +251,8 @@ class Dataset:
         self.pairs = first.pairs  # the documents of a row form pairs of answers
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
-        # The cached functions do not refer to this object. If they did, the files would stay open
-        # until a later garbage collection, not only until the object is deleted.
+        # The cached functions do not refer to this object. If they did, object and functions would
+        # refer to each other, and the files would stay open until a later garbage collection.
         headers = self.headers
         self.shard_tokens: Callable[[int], Tokens] = lru_cache(_open_limit(len(headers)))(
             lambda shard: _open_tokens(_confirm(headers, shard), use_mmap, verified)
@@ -303,8 +304,9 @@ class Dataset:
         return gather([self], places, seq_length + 1)
 
     def weights(self, shard: int) -> np.ndarray:
-        """Return the weights of the tokens of shard number `shard` as labels, uint8 [tokens]. The
-        dataset must consist of rows of packed documents, because only their shards store weights.
+        """Return the weight of each token of shard number `shard`, uint8 [tokens]: 1 if the token
+        counts as a label, and otherwise 0. The dataset must consist of rows of packed documents,
+        because only their shards store weights.
 
         If the dataset is `verified`, the first call for a shard reads all its weights, and raises
         InputError if their checksum differs from the recorded one.
@@ -320,7 +322,7 @@ class Dataset:
 
         If the dataset is `verified`, the first call for a shard reads all its offsets, and raises
         InputError if their checksum differs from the recorded one. Shards of older versions have no
-        checksum of the offsets.
+        checksum of the offsets, so their offsets are not verified.
         """
         header = _confirm(self.headers, shard)
         offsets = map_documents(header)
@@ -329,9 +331,9 @@ class Dataset:
         return offsets
 
     def _require_sound(self, shard: int, part: str, values: np.ndarray, recorded: str) -> None:
-        """If the dataset is `verified`, raise InputError if a part of a shard has another checksum
-        than the `recorded` one. The part is read only once, because callers may map it again for
-        many samples."""
+        """Raise InputError if the dataset is `verified`, and a part of a shard has another checksum
+        than the `recorded` one. Each part is verified only once, because callers may map the same
+        part for many samples."""
         if self._verified and (shard, part) not in self._sound:
             path = self.headers[shard].path
             require_checksum(path, f"{part} have", _crc32(values), recorded)
@@ -343,8 +345,8 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
     `places`, as int64 [n, width].
 
     Raise an InputError with shard, position and id for a token id outside the vocabulary of the
-    first dataset. Rows are copied and checked in the shards' narrow type, a few at a time, while
-    they are in the processor's cache.
+    first dataset. Rows are copied and checked in the type of the shards (uint16 or uint32), a few
+    at a time, so that they stay in the processor's cache. They are converted to int64 last.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
     # Convert a single row directly to int64. An additional copy in the narrow type would take half
@@ -419,9 +421,10 @@ def _offset_problems(header: ShardHeader) -> list[str]:
 def verify(path: str | Path) -> list[str]:
     """Read a shard completely, in bounded memory, and return its problems, one line each.
 
-    `verify` checks the header and the checksums of tokens, weights and document offsets; shards of
-    older versions have no checksum of the offsets. The function also checks that ids are inside the
-    vocabulary, that weights are 0 or 1, and that document offsets ascend.
+    `verify` checks the header and the checksums of tokens, weights and document offsets. For shards
+    of older versions, which have no checksum of the offsets, this checksum is not checked. The
+    function also checks that ids are inside the vocabulary, that weights are 0 or 1, and that
+    document offsets ascend.
     """
     try:
         header = read_header(path)

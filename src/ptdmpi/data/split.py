@@ -36,8 +36,9 @@ class SplitOrder(SampleOrder):
         errors as `SampleOrder`."""
         if len(parts) % ranks or global_size % ranks:
             raise ValueError(f"{ranks} ranks share {len(parts)} datasets and {global_size} samples")
-        # check all datasets together, so that the dataset numbers in error messages count all
-        # datasets
+        # Check all datasets together before they are divided. The numbers of datasets in error
+        # messages then count from the first dataset of the run, not from the first dataset of a
+        # rank.
         super().__init__(parts, seed, start)
         self.ranks = ranks
         self.global_size = global_size

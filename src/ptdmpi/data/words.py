@@ -25,8 +25,8 @@ from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
-# The names of tokenizers that have no tokenizer.json begin or end so. Shards that such a tokenizer
-# made do not record the hash of a tokenizer.json.
+# A tokenizer whose name begins or ends with one of these texts has no tokenizer.json. Shards that
+# such a tokenizer made do not record the hash of a tokenizer.json.
 NO_JSON_STARTS = ("tiktoken:", "unknown-")
 NO_JSON_END = ".model"
 BLANK = "\u2581"  # the character that SentencePiece writes for a blank.
@@ -44,10 +44,10 @@ class MaskingVocabulary:
     that show which tokens begin words.
 
     `size` is the size of the model's vocabulary: the number of ids in the shards, plus the number
-    of special tokens that the shards lack. If masking replaces a token by a random token, the id of
-    the random token is below `drawn`. `begin`, `separator` and `mask` are ids. `inner` and `open`
-    are bool [size]: token B continues the word of the token A before it if `inner[B]` and `open[A]`
-    are True.
+    of special tokens that the shards lack. `drawn` is the limit for random tokens: if masking
+    replaces a token by a random token, the random id is below `drawn`. `begin`, `separator` and
+    `mask` are ids. `inner` and `open` are bool [size]: token B continues the word of the token A
+    before it if `inner[B]` and `open[A]` are True.
     """
 
     size: int
@@ -142,8 +142,9 @@ def _json_mistake(path: Path, content: bytes, dataset: Dataset) -> str:
 
 
 def tokenizer_mistake(path: Path, content: bytes, shards: Dataset | ShardHeader) -> str:
-    """Return why the file `path` with this content is not the tokenizer that made the shards; "" if
-    it is. The shards record the SHA-256 of the tokenizer's file."""
+    """Return the reason why the file `path` with this content is not the tokenizer that made the
+    shards; "" if the file is this tokenizer. The shards record the SHA-256 of the tokenizer's
+    file."""
     actual = hashlib.sha256(content).hexdigest()
     if actual == shards.tokenizer_sha256:
         return ""

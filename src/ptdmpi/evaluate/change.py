@@ -44,8 +44,8 @@ def perplexities(
     second model (`after`), the number of `tokens`, and the `precision` of the first model.
 
     All ranks call this function together and get the results. For the first model, `kind` selects
-    the stored values: the trained weights, or the moving average of the weights. For the second
-    model, the trained weights are always loaded.
+    the stored values: the trained weights, or the moving average of the weights. The second model
+    has only one kind of weights, so `kind` does not apply to it.
     """
     first = _perplexities(before, datasets, world, kind=kind, precision=precision)
     second = _perplexities(after, datasets, world, kind=kind_of(average=False), precision=precision)

@@ -16,7 +16,7 @@ def continuation(text: Text, context: str, rest: str, place: str = "") -> Reques
     The context and the continuation are tokenized together, because a token may span the end of the
     context. Spaces between the context and the continuation become part of the continuation,
     because tokenizers join a space with the word after it. If `rest` is not empty, at least one
-    token is scored. `place` is the beginning of error messages.
+    token is scored. `place` is the beginning of error messages: the file and the line of the item.
     """
     end = len(context.rstrip(" "))
     rest = context[end:] + rest

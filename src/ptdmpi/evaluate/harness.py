@@ -54,8 +54,9 @@ class Harness:
 
         The first token is predicted after an end-of-document token. A text that is longer than
         `seq_length` is scored in windows of `seq_length` tokens. Neighbouring windows share one
-        token: the last label of a window is the first input of the next window. The last window
-        begins earlier, so that it has `seq_length` tokens, too, but each token is scored only once.
+        token: the last label of a window is the first input of the next window. Only the last
+        window overlaps the window before it by more tokens, so that the last window also has
+        `seq_length` tokens. Each token is scored only once.
         """
         parts: list[list[Request]] = []
         length = self.model.seq_length

@@ -25,8 +25,8 @@ CAPABILITIES = 64
 
 
 def confine(memory_bytes: int, cpu_s: int) -> None:
-    """Limit this process permanently: it can start no child processes, and cannot raise a limit
-    again."""
+    """Limit this process permanently: it has at most `memory_bytes` of memory and `cpu_s` seconds
+    of processor time, and can start no child processes. The process cannot raise a limit again."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_s,
@@ -79,7 +79,7 @@ def keep_library() -> None:
 
 
 def main() -> None:
-    """Run the program on stdin within the limits of the command line."""
+    """Run the program that stdin contains, within the limits that the command line gives."""
     token, verdict, memory_bytes, cpu_s = map(int, sys.argv[1:5])
     program = sys.stdin.buffer.read()
     # replace the standard input, so that the program cannot read anything from it

@@ -53,20 +53,22 @@ def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[W
 def perplexity(
     model: InferenceModel, dataset: Dataset, stride: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
-    """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
-    the number of tokens and the mean in nats. In shards of conversations, only the answers are
-    scored, because only their tokens count in the loss of a training. As in training, no
-    conversation attends to another conversation. The entry "scored" of the result says which tokens
-    were scored: "all tokens" or "answers".
+    """Return a table with the perplexity over all tokens of the shards: exp(mean negative
+    log-likelihood). The table also has the number of tokens and the mean in nats. Every rank gets
+    the table. In shards of conversations, only the answers are scored, because only their tokens
+    count in the loss of a training. As in training, no conversation attends to another
+    conversation. The entry "scored" of the result says which tokens were scored: "all tokens" or
+    "answers".
 
     `words` is the number of words in the original text. If `words` is given, the result also has
     the perplexity per word: exp(summed negative log-likelihood / number of words). The perplexity
     per word allows comparing models with different tokenizers (Shoeybi et al. 2019, arXiv
-    1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
-    scores. That paper uses a stride of 32. If `stride` is None, the stride is `seq_length`, which
-    is fastest, because then only the last window of a shard overlaps another window. Every rank
-    calls this function. Raise InputError on every rank if `stride` is not legal, if `words` is
-    given for conversations, if the dataset does not fit the model, or if a probability is NaN.
+    1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that each window
+    after the first scores; Shoeybi et al. use a stride of 32. If `stride` is None, the stride is
+    `seq_length`. This stride is the fastest, because then only the last window of a shard has
+    tokens that another window has also processed. Every rank calls this function. Raise InputError
+    on every rank if `stride` is not legal, if `words` is given for conversations, if the dataset
+    does not fit the model, or if a probability is NaN.
     """
     if stride is None:
         stride = model.seq_length
@@ -135,8 +137,8 @@ def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, 
 
 def _windows_of(dataset: Dataset, seq_length: int, stride: int) -> Iterator[Window]:
     """Yield the windows of all shards of a dataset. If the shards have packed rows, as shards of
-    conversations do, each document has windows of its own. Windows in which no label counts in the
-    loss are then left out."""
+    conversations do, no window contains tokens of two documents, and windows in which no label
+    counts in the loss are left out."""
     for shard, header in enumerate(dataset.headers):
         if not dataset.row_length:
             yield from windows(header.tokens, shard, seq_length, stride)

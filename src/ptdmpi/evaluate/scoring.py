@@ -27,7 +27,8 @@ class Request:
     """A request for the probability of the tokens ids[first:]. Each of these tokens is predicted
     from all tokens before it.
 
-    `first` is at least 1. `place` is the beginning of error messages.
+    `first` is at least 1. `place` is the beginning of error messages, for example a file and a
+    line.
     """
 
     ids: Sequence[int]

@@ -80,8 +80,8 @@ class Scorer(ABC):
 
     @abstractmethod
     def mean(self, mean: float) -> dict[str, float]:
-        """Return the entry of the printed table, name -> value. `mean` is the mean per label of the
-        quantity that `total` sums.
+        """Return the mean under the name that it has in the printed table, as name -> value. `mean`
+        is the result of `total`, divided by the number of labels.
         """
 
     def more(self) -> dict[str, Any]:
@@ -262,9 +262,9 @@ def _blocks(
     scorer: Scorer, dataset: Dataset, rows: range
 ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
     """Compute the windows `rows` of a dataset, and yield their arrays in order, n windows at a
-    time. Yield pairs of two values. The first value is a table of the arrays, each [n, length,
-    ...], whose keys are the suffixes of the arrays' file names. The second value is a mask [n,
-    length], which is True for labels that count in the loss. Every rank gets the arrays of all
+    time. For every n windows, yield two values. The first value is a table of the arrays, each [n,
+    length, ...], whose keys are the suffixes of the arrays' file names. The second value is a mask
+    [n, length], which is True for labels that count in the loss. Every rank gets the arrays of all
     windows.
     """
     model = scorer.model
@@ -330,8 +330,8 @@ def _batch(scorer: Scorer, dataset: Dataset, rows: np.ndarray) -> MicrobatchRows
     batch = MicrobatchRows(tokens[:, :-1], tokens[:, 1:], None, rows)
 
     def locate(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset of each sample, which is always number 0, and the number of the sample
-        in this dataset."""
+        """Return the number of each sample's dataset, and the number of the sample in this dataset.
+        There is only one dataset, so its number is 0."""
         return np.zeros_like(ids), ids
 
     if dataset.row_length:

@@ -155,12 +155,12 @@ def _dialogue(writer: Writer) -> Dialogue:
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
     """Return two values. The first value is the next line of the user, or None at the end of the
-    conversation. The second value is the reason why the conversation ends. It is used only if the
-    first value is None. Only rank 0 calls this function."""
+    conversation. The second value is the reason why the conversation ends; it has no meaning while
+    the first value is a line. Only rank 0 calls this function."""
     try:
         line = read()
-        # Open MPI's mpirun does not report the end of input, so a command can end the conversation
-        # instead
+        # Under Open MPI's mpirun, the program does not notice the end of input (Ctrl-D). So the
+        # line QUIT also ends the conversation.
         if line == QUIT:
             return None, QUIT
         return line, "end of input"

@@ -64,7 +64,7 @@ class Dialogue:
 
     @cached_property
     def _left(self) -> int:
-        """Return the number of spaces at the end of a prompt that must be left out.
+        """Return how many of the spaces at the end of a prompt must be left out.
 
         Many tokenizers encode a space and the next word as one token, such as " word". If the
         prompt ended with spaces, the model could not choose such a token.
@@ -77,7 +77,8 @@ class Dialogue:
             ids = self._without_spaces(asks, left)
             if whole[: len(ids)] == ids:
                 return left
-        return 0  # leaving out the spaces would also change the tokens before them
+        # no number of spaces can be left out without changing the tokens before the spaces
+        return 0
 
     def _without_spaces(self, asks: str, left: int) -> list[int]:
         """Return the token ids of the text `asks`, which the chat template writes before an answer.

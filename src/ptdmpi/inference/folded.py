@@ -32,7 +32,7 @@ def fold(
         rows = max(0, model.attention_width - box.start[0])
     if factor == 1.0 or not rows:
         return values
-    # a zero-centered norm stores its scale minus 1
+    # a zero-centered norm stores its scale minus 1, so add 1 before the multiplication
     is_scale = "norm." in name and name.endswith("weight")
     offset = 1.0 if model.zero_centered_norm and is_scale else 0.0
     folded = values.to(torch.float64, copy=True)

@@ -90,8 +90,8 @@ class InferenceModel:
 
     @property
     def decides(self) -> bool:
-        """Return True on the rank that has the logits and decides for the other ranks of the model,
-        for example which token comes next. Each model has one such rank."""
+        """Return True on the one rank of the model that makes decisions from the logits for all
+        ranks of the model, for example which token comes next."""
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
@@ -254,8 +254,8 @@ def new_stages(
 ) -> dict[int, Stage]:
     """Return this rank's stages by number, without weights.
 
-    Every rank has complete sequences, even if the training run divided them over the context axis,
-    because generation computes one new token at a time.
+    Every rank has complete sequences, even if the training run divided sequences over the context
+    axis. Generation computes one new token at a time, so there is nothing to divide.
     """
     layers = split_model(config.model, vocab_size, placement)
     axis = TensorAxis(axes["tensor"])

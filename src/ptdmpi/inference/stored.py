@@ -126,12 +126,13 @@ class StoredModel:
 
 def kind_of(average: bool) -> str:
     """Return the kind of state that is loaded as the weights of a model: the moving average of the
-    weights if `average` is True, and otherwise the weights."""
+    trained weights if `average` is True, and otherwise the trained weights."""
     return AVERAGE if average else WEIGHTS
 
 
 def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
-    """Return the manifest of a checkpoint. State of the kind `kind` takes the place of the weights.
+    """Return the manifest of a checkpoint. In the returned manifest, the tensors of the kind `kind`
+    have the names of the weights.
 
     Raise InputError if the manifest is damaged, or the checkpoint has no state of the kind `kind`.
     """

@@ -147,10 +147,10 @@ def find_chat(
     """Return the chat template with which the model was trained; None if the model was trained
     without a chat template.
 
-    If ptdmpi trained the `adapter` on conversations, the result is the template of these
-    conversations. Otherwise, if ptdmpi trained the model on conversations, the result is the
-    template of those conversations. Otherwise, the result is the template that came with a model
-    from Hugging Face. Raise InputError if a shard or a template cannot be read.
+    The result is the first of these templates that exists: the template of the conversations on
+    which ptdmpi trained the `adapter`, the template of the conversations on which ptdmpi trained
+    the model, and the template that came with a model from Hugging Face. Raise InputError if a
+    shard or a template cannot be read.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
@@ -177,8 +177,9 @@ def name_of(stored: StoredModel) -> str:
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    # A converted model has its own tokenizer. Its `began` may be its own path, so do not open the
-    # model at `began` here: the function would call itself without end.
+    # A converted model has its own tokenizer. Do not open the model at `began` for a converted
+    # model: `began` may be the path of the converted model itself, and then the function would call
+    # itself without end.
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))

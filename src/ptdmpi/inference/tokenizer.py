@@ -30,7 +30,9 @@ def own_dataset(stored: StoredModel | StoredAdapter) -> str | None:
     class of the user's own; otherwise None. Such a dataset has no shards."""
     known = stored.trained_on
     for path in stored.datasets[:1]:
-        # without its package, a registered name is known only by being its own tokenizer's name
+        # An installed package may register a name for a dataset class. If this package is not
+        # installed now, `is_own` does not know the name. Then compare the name with the recorded
+        # tokenizer, because a dataset without a tokenizer records its own name there.
         if is_own(path) or (known is not None and known.tokenizer == path):
             return path
     return None
@@ -119,8 +121,9 @@ def known_tokenizer(path: Path) -> str | None:
 
 
 def tokenizer_sha256(stored: StoredModel) -> str | None:
-    """Return the SHA-256 of the model's tokenizer; None if the tokenizer is not known. A dataset of
-    the user's own has a hash that belongs to no tokenizer file, so the result is also None."""
+    """Return the SHA-256 of the model's tokenizer; None if the tokenizer is not known. If the model
+    was trained on a dataset of the user's own, the result is also None, because the hash of such a
+    dataset is not the hash of a tokenizer file."""
     if own_dataset(stored) is not None:
         return None
     trained_on = stored.trained_on

@@ -57,8 +57,8 @@ def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
 
 def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
     """Yield the mistakes in the keys that choose which transformer layers get adapters, and which
-    linear layers in these transformer layers. If the head of a task is trained, no adapters are
-    needed.
+    linear layers in these transformer layers. If the head of a task is trained, it is legal that no
+    layer has adapters.
     """
     if not adapt.adapts:
         return

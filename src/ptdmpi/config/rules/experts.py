@@ -82,8 +82,9 @@ def _unused_keys(model: ModelConfig) -> Iterator[str]:
 
 
 def _size_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake if the numbers of experts, of chosen experts and of router groups do not fit
-    together.
+    """Yield a mistake if the number of experts does not fit the number of experts per token or the
+    number of router groups. Also yield a mistake if the weight of a single expert would be
+    normalized.
     """
     if not 1 <= model.experts_per_token <= model.experts:
         yield (
@@ -188,8 +189,9 @@ def may_deal(sections: Sections) -> bool:
 def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
     """Yield (setting, legal alternative) for each setting that needs all experts on every rank."""
     if sections.run is not None and sections.run.reproducible:
-        # the reduction tree has a leaf for the gradient of each microbatch, but with distributed
-        # experts the gradient of one microbatch is on several ranks
+        # A reproducible run sums gradients along a binary tree, which has one leaf for each
+        # microbatch. A rank needs the complete gradient of a microbatch for a leaf, but with
+        # distributed experts this gradient is on several ranks.
         yield "run.reproducible = true", "reproducible = false"
     log = sections.log
     if log is not None and log.gradient_noise_every_steps:
@@ -197,8 +199,9 @@ def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
         # from the rank's own tokens. With distributed experts, the gradient of an expert comes from
         # the tokens of several data ranks, even before gradients are summed.
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
-    # when tasks are evaluated during training, data ranks answer different questions, so they would
-    # not all start the same number of all-to-alls of tokens
+    # When tasks are evaluated during training, data ranks answer different questions. With
+    # distributed experts, data ranks must start the same number of all-to-alls of tokens, but
+    # different questions need different numbers of forward passes.
     yield from _sending(sections)
 
 

@@ -70,8 +70,8 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
 
 def _notify_rules(log: LogConfig) -> Iterator[str]:
     """Yield a mistake for each entry of `log.notify` (a receiver of messages) that is neither
-    env:NAME nor mailto:ADDRESS. The mistake does not contain the receiver, because a web address is
-    a secret."""
+    env:NAME nor mailto:ADDRESS. The text of the mistake does not contain the receiver, because a
+    receiver may be a secret web address."""
     for place, receiver in enumerate(log.notify):
         if not RECEIVER.fullmatch(receiver):
             yield (

@@ -1,7 +1,7 @@
 """Modules for multi-token prediction in the files of Hugging Face. In the files of DeepSeek-V3, the
 modules have the layer numbers that follow the number of the model's last layer.
 
-The tensor names in this module lack the prefix of the base model, such as "model.".
+The functions in this file take tensor names without the prefix of the base model, such as "model.".
 """
 
 import re
@@ -34,9 +34,9 @@ def depth_of(
     """Return the value of `mtp_depth` for files with the tensors `names`, and a note for the user.
     `model` is the model that config.json describes, and `where` is the name of config.json.
 
-    When `transformers` saves a model, it leaves out the modules, but keeps the key of config.json
-    with their number. So the value is 0 if the files have no modules. Raise InputError if the files
-    have more modules than config.json says.
+    When `transformers` saves a model, it leaves out the modules, but config.json still has a key
+    with the number of modules. So `mtp_depth` is 0 if the files have no modules, whatever this key
+    says. Raise InputError if the files have more modules than config.json says.
     """
     said = model.mtp_depth
     there = modules_in(names, model.layers) if family.copies else said

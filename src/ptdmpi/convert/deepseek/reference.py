@@ -24,9 +24,9 @@ def latent_attention(
     x: Tensor,
 ) -> Tensor:
     """Return the output of multi-head latent attention (arXiv 2405.04434, equations 37 to 47),
-    [prompts, tokens, hidden]. `rotated(x, heads)` applies RoPE to heads whose elements are ordered
-    differently: the first elements of all rotated pairs are in the first half of a head, and the
-    second elements are in the second half."""
+    [prompts, tokens, hidden]. `rotated(x, heads)` applies RoPE to heads of another order than
+    DeepSeek's. In this order, the first elements of all rotated pairs are in the first half of a
+    head, and the second elements are in the second half."""
     heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
     plain = config["qk_nope_head_dim"]
 

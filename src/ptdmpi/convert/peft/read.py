@@ -217,10 +217,11 @@ def _own(
 
 
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
-    """Return the modules whose targets are not idle. A module of `transformers`, such as c_attn,
-    may contain several targets of ptdmpi (queries, keys and values). The adapters of the file need
-    not change all these targets. A target is idle if the adapters change nothing at this target in
-    any layer, but change another target of the same linear layer."""
+    """Return the modules without those for idle targets, because an idle target needs no adapter in
+    ptdmpi. A module of `transformers`, such as c_attn, may contain several targets of ptdmpi
+    (queries, keys and values), but an adapter of this module need not change all of them. A target
+    is idle if the adapters change nothing at this target in any layer, but change another target of
+    the same linear layer."""
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
@@ -310,8 +311,9 @@ def _require_fit(
 
 
 def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
-    """Return the rows of a tensor of the file that belong to one adapter of ptdmpi. The tensor may
-    have the rows of all outputs of a linear layer."""
+    """Return the rows of `whole`, a tensor of the file, that belong to the adapter of ptdmpi at
+    `place`. For example, `whole` may have rows for queries, keys and values, and the adapter only
+    changes the keys."""
     size = place.rows.stop - place.rows.start
     if place.by_rows or len(whole) == size:
         return whole
@@ -324,9 +326,9 @@ def _low_rank(
     """Return the keys of [adapt] for LoRA, and A and B of all adapters. All adapters get the
     highest rank of any adapter in the file.
 
-    Adapters of a lower rank are padded with zeros, and B is multiplied by the ratio of the
-    adapter's scale to the common scale. Raise InputError if the configuration contradicts the
-    tensors.
+    Adapters of a lower rank are padded with zeros. In ptdmpi all adapters have the same scale
+    (alpha / rank), so B is multiplied by the ratio of the adapter's scale in the file to this
+    common scale. Raise InputError if the configuration contradicts the tensors.
     """
     pairs = [_used(module, tensors) for module in own]
     rank = max(len(a) for a, _ in pairs)

@@ -33,7 +33,7 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
     left = weight.double()[:, order]
     inverse = _inverse_factor(hessian.double()[order][:, order])
     scales = scales_of(weight.double(), form)
-    # the format in which a single column is rounded has blocks of one element
+    # each column is rounded alone, so the format for rounding a column has blocks of one element
     single = LowBit(form.codes, 1)
     of_column = scales.unflatten(-1, (-1, form.numbers))[:, order // form.block]
     values = torch.empty_like(left)

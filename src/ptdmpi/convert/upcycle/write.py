@@ -132,8 +132,9 @@ def upcycle(source: Path, target: Path, experts: Experts, kind: str = WEIGHTS) -
 
 
 def _require_dense(stored: StoredModel, model: ModelConfig) -> None:
-    """Raise InputError for a model that cannot be upcycled. Other reasons, such as biases in the
-    MLP, are not checked here, because the rules about [model] report them."""
+    """Raise InputError for a model that cannot be upcycled. This function does not check all
+    reasons: for example, the rules about [model] report biases in the MLP, which exclude
+    experts."""
     if model.experts:
         raise InputError(
             f"{stored.checkpoint} has {model.experts} experts already; legal: a model without them"

@@ -84,7 +84,8 @@ class ScoreWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # pass an exception to the open `replacing` contexts, so that they remove unfinished files
+        # Files whose writing has not ended are still in `replacing` contexts. Such a context
+        # removes its unfinished file if it receives an exception, so pass one.
         self._stack.__exit__(InterruptedError, InterruptedError(), None)
 
     def open(self, rows: Mapping[str, tuple[type, tuple[int, ...]]]) -> None:

@@ -217,8 +217,8 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        # with two ranks, batched messages of Megatron-Core cannot distinguish the next rank from
-        # the previous rank
+        # with two pipeline ranks, the next and the previous rank are the same rank, and
+        # Megatron-Core mixes up batched messages to it
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         finalize_model_grads_func=finalize_model_grads,

@@ -22,8 +22,8 @@ class Retention:
         self.directory = directory
         self.config = config
         self.damaged: list[str] = []
-        # the function that renames the checkpoints that the run does not continue; the first save
-        # calls it
+        # the function that renames the checkpoints that the run has abandoned, because it resumed
+        # from an earlier one; the first save calls it
         self._branch: Callable[[], None] | None = None
 
     @property
@@ -33,14 +33,14 @@ class Retention:
         return self._branch is not None
 
     def branch_from(self, source: Path | None, named: Path | None = None) -> None:
-        """Make the next save rename the checkpoints that the run does not continue: the checkpoints
-        after `source`, or all checkpoints if `source` is None. `named` is the path that the user
+        """Make the next save rename the checkpoints that the run abandons: the checkpoints after
+        `source`, or all checkpoints if `source` is None. `named` is the path that the user
         gave for `source`."""
         self._branch = partial(files.branch, self.directory, source, named)
 
     def prepare(self, step: int, needed_bytes: int) -> Path:
         """Return an empty directory for the checkpoint of `step`. The first save also renames the
-        checkpoints that the run does not continue. Until then they keep their names, so that a
+        checkpoints that the run has abandoned, if there are any. Until then they keep their names, so that a
         start that saves no checkpoint leaves the run directory unchanged. Raise InputError if there
         is not enough space."""
         temporary = files.prepare(self.directory, step, needed_bytes)

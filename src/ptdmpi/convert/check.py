@@ -45,8 +45,9 @@ def prompts(vocab_size: int, seq_length: int) -> Tensor:
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return the token types [prompts, tokens] for the token ids. The first tokens have type 0, the
-    next tokens type 1, and so on. Each type has about equally many tokens."""
+    """Return the token types (indices of segments) [prompts, tokens] for the token ids. The first
+    tokens have type 0, the next tokens type 1, and so on. Each type has about equally many
+    tokens."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 

@@ -133,9 +133,10 @@ class Resident:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state. `parts` has a flat tensor for this rank's part of each shard unit (a
-    group of parameters, see `flat`). `held` has the positions of the parameters in these tensors,
-    and `kept` has the properties of the kind."""
+    """One kind of the state, such as the master weights or the first moments. `parts` has a flat
+    tensor for this rank's part of each shard unit (a group of parameters, see `flat`). `held`
+    has the positions of the parameters in these tensors, and `kept` has the properties of the
+    kind."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]

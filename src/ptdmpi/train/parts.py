@@ -75,7 +75,7 @@ def assemble(
     must call this function.
 
     After the loss of ranks `handover` has the state of the survivors. If `handover` is None,
-    `checkpoint.resume` determines the state. Raises InputError if the run cannot begin.
+    the state comes from the checkpoint that the key `checkpoint.resume` selects, or is new. Raises InputError if the run cannot begin.
     """
     torch.set_num_threads(config.run.threads)
     keep_freed(os.environ)

@@ -30,8 +30,8 @@ class DrawnUnits(NamedTuple):
 
 @dataclass(frozen=True)
 class Coder:
-    """An encoder and decoder for some tiles of a batch. A code contains first all compression
-    blocks of one length, then all blocks of the next length.
+    """An encoder and decoder for some tiles (blocks of parameters) of a `TileBatch`. A code
+    contains first all compression blocks of one length, then all blocks of the next length.
 
     `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default it selects
     all tiles. If `rounds` > 1, a code consists of several rounds: each round encodes the error that

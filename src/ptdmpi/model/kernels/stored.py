@@ -73,8 +73,9 @@ def _are_texts(value: object) -> bool:
 
 def read(stored: Stored) -> dict[str, Any]:
     """Return the stored choice as a dict: name of an attribute of `HostChoice` -> its value. For
-    each kind, the first known text in `stored` is used. A kind without a known text is not in the
-    result. Raise ValueError if a known text has an impossible size."""
+    each kind, the first text in `stored` that names a known kernel is used. A kind without such a
+    text is not in the result. Raise ValueError if a text has an illegal size, such as
+    the block of 0 queries in "products:0"."""
     chosen: dict[str, Any] = {}
     for kind, form in KINDS.items():
         values = [form.read(text.split(":")) for text in stored.get(kind, ())]

@@ -69,9 +69,9 @@ class Space:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return values of `scatter_gather` and `dp_overlap`. All layouts that the function
-        `groups` yields have these values. (The function `variants` later also tries the other value
-        of `scatter_gather`.)"""
+        """Return the settings `scatter_gather` and `dp_overlap` of all layouts that the function
+        `groups` yields. (The function `variants` later also tries the other value of
+        `scatter_gather`.)"""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 

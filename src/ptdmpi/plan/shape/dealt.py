@@ -134,11 +134,11 @@ def _cut(
     """Yield each matrix and its slices, in the flat order (the order of the parameters in the
     buffer that sharding divides).
 
-    The flat order consists of units; the parameters of a unit are divided among the ranks together.
-    In each unit, embedding tables and matrices come before vectors. Under ZeRO 2 and 3, a unit is a
-    layer. Under ZeRO 1, all parameters except a tied table are one unit. If experts are distributed
-    over ranks, each of these units is followed by a separate unit with its experts.
-    """
+    In the flat order, the parameters are grouped into units. The parameters of a unit are joined in
+    one buffer, and the buffer is divided among the ranks. In each unit, embedding tables and
+    matrices come before vectors. Under ZeRO 2 and 3, a unit is a layer. Under ZeRO 1, all
+    parameters except a tied table are one unit. If experts are distributed over ranks, each of
+    these units is followed by a separate unit with its experts."""
     runs = trained_runs(part.runs)
     units: list[Runs] = [(LayerRun(kind, 1),) for kind, count in runs for _ in range(count)]
     front = ends = after = 0

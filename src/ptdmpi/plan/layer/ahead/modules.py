@@ -34,8 +34,8 @@ def plain(model: ModelConfig) -> ModelConfig:
 
 def inner(model: ModelConfig) -> tuple[Operator, ...]:
     """Return the operators of one module between look-up and output head. The operators read the
-    activation "x" and the embedding "next", and write "x". The layer has the kind of the model's
-    last layer."""
+    activation "x" and the embedding "next", and write "x". They include the operators
+    of one transformer layer, which is of the same kind as the model's last layer."""
     model = plain(model)
     kind = model.kind_of(model.layers - 1)
     build = LayerBuild(model, adapted=False, mixes=kind.mixes)

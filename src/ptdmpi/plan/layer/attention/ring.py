@@ -25,10 +25,11 @@ class RingCore:
 
     A block is the keys and values of one rank. Each block is sent around the ring of
     context-parallel ranks, and a visit is the time for which a block is on one rank. The sequence
-    is cut into two chunks for each rank, so a rank has two chunks of queries, and a block has two
-    chunks of keys. During a visit, there are four pairs of a query chunk and a key chunk. A causal
-    mask hides two of the four pairs. If the visiting block is the rank's own block, the mask hides
-    only one pair, and cuts two of the other pairs along the diagonal.
+    is cut into 2 c chunks for c ranks. Rank r has the chunks r and 2 c - 1 - r (zigzag order), so a
+    rank has two chunks of queries, and a block has two chunks of keys. During a visit, there are
+    four pairs of a query chunk and a key chunk. If the block comes from another rank, a causal mask
+    hides two of the four pairs. If it is the rank's own block, the mask hides one pair, and cuts
+    two of the other pairs along the diagonal.
 
     Scores are computed by matrix products in float32 or float64, for some of the queries and one
     chunk of keys at a time, and are not kept.

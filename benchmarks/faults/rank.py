@@ -39,8 +39,8 @@ def _countdown(count: int) -> Callable[[], bool]:
 
 def prepare(place: str, count: int, rank: int) -> None:
     """Make this process kill itself when it reaches the point `place` of a save for the `count`-th
-    time. For this, the function that does this part of the save is replaced. At the place `write`, which all ranks reach,
-    only the process of rank `rank` is killed."""
+    time. For this, the function that does this part of the save is replaced. At the place `write`,
+    which all ranks reach, only the process of rank `rank` is killed."""
     from ptdmpi.checkpoint import boxes as data
     from ptdmpi.checkpoint import directory as files
     from ptdmpi.checkpoint import save

@@ -40,9 +40,9 @@ class Retention:
 
     def prepare(self, step: int, needed_bytes: int) -> Path:
         """Return an empty directory for the checkpoint of `step`. The first save also renames the
-        checkpoints that the run has abandoned, if there are any. Until then they keep their names, so that a
-        start that saves no checkpoint leaves the run directory unchanged. Raise InputError if there
-        is not enough space."""
+        checkpoints that the run has abandoned, if there are any. Until then they keep their names,
+        so that a start that saves no checkpoint leaves the run directory unchanged. Raise
+        InputError if there is not enough space."""
         temporary = files.prepare(self.directory, step, needed_bytes)
         if self._branch is not None:
             self._branch()

@@ -74,8 +74,9 @@ def assemble(
     """Create the objects of a run, load its training state, and open its run directory. Every rank
     must call this function.
 
-    After the loss of ranks `handover` has the state of the survivors. If `handover` is None,
-    the state comes from the checkpoint that the key `checkpoint.resume` selects, or is new. Raises InputError if the run cannot begin.
+    After the loss of ranks `handover` has the state of the survivors. If `handover` is None, the
+    state comes from the checkpoint that the key `checkpoint.resume` selects, or is new. Raises
+    InputError if the run cannot begin.
     """
     torch.set_num_threads(config.run.threads)
     keep_freed(os.environ)

@@ -109,7 +109,7 @@ parity: setup ## compare the same training in every layout
 gpu: setup ## measure one GPU in at most nine minutes: docs/reference/gpu.md
 	. jobs/mpi-env.sh; $(BIN)/python -m benchmarks.gpu.run
 
-gpu-dry: setup ## count launches and bytes of training on a GPU that computes nothing (gcc; downloads 750 MB)
+gpu-dry: setup ## count launches and bytes of training on a GPU that computes nothing (gcc; downloads 770 MB)
 	$(BIN)/python -m benchmarks.dry.run
 
 torture: setup ## kill, damage and starve runs of every kind, and count losses (hours on two cores)

@@ -3,8 +3,9 @@ nothing. The null GPU consists of PyTorch's CUDA build, and of stand-ins for the
 PyTorch uses.
 
 Everything is in one folder, `build/gpu-dry`, which `make clean` removes. `site` has PyTorch's CUDA
-build, `headers` has NVIDIA's header files, and `lib` has the stand-in libraries. All other packages
-are those of `make setup`. The folder `null/` has the sources of the stand-ins.
+build, `nccl4py` has the Python packages that call NCCL, `headers` has NVIDIA's header files, and
+`lib` has the stand-in libraries. All other packages are those of `make setup`. The folder `null/`
+has the sources of the stand-ins.
 """
 
 import functools
@@ -19,6 +20,7 @@ from benchmarks.launch import ROOT
 
 FOLDER = ROOT / "build/gpu-dry"
 SITE = FOLDER / "site"
+BINDINGS = FOLDER / "nccl4py"
 HEADERS = FOLDER / "headers"
 LIBRARIES = FOLDER / "lib"
 SOURCES = Path(__file__).parent / "null"
@@ -27,26 +29,28 @@ SOURCES = Path(__file__).parent / "null"
 TORCH = ("torch===2.13.0", "triton==3.7.1")
 # The header files are those of the CUDA release for which PyTorch was built.
 CUDA = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")
+# The package by which ptdmpi calls NCCL, and the packages that it needs.
+OF_BINDINGS = ("nccl4py", "cuda-core", "cuda-bindings", "cuda-pathfinder")
+PINNED = ROOT / "requirements-extras.lock"
 STATE = "libnullgpu.so"
 RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
+NCCL = "libnccl.so.2"
 COMPILE = ("gcc", "-std=gnu11", "-O1", "-fPIC", "-Wall", "-Werror")
 # The names of functions of NVIDIA's libraries. The generated stand-ins all have the same signature,
 # because they ignore their arguments.
 NVIDIA = re.compile(r"(__)?(cu|nv|nccl)\w+")
 OF_RUNTIME = re.compile(r"(__)?cuda\w+")
 OF_DRIVER = re.compile(r"cu[A-Z](?!ile)\w+")
+OF_NCCL = re.compile(r"nccl\w+")
 CUDNN = "cudnnBackendExecute"  # the function by which PyTorch launches all kernels of cuDNN
-# The functions that launch at least one kernel on a real GPU.
-LAUNCHES = re.compile(
-    rf"cublas\w*(gemm|Gemm|gemv|Gemv|dot|Dot|trsm)\w*|cublasLtMatmul|{CUDNN}"
-    r"|nccl(AllReduce|Broadcast|Reduce|AllGather|ReduceScatter|Send|Recv)"
-)
+# The generated functions that launch at least one kernel on a real GPU.
+LAUNCHES = re.compile(rf"cublas\w*(gemm|Gemm|gemv|Gemv|dot|Dot|trsm)\w*|cublasLtMatmul|{CUDNN}")
 
 
 def environment() -> dict[str, str]:
     """Return the environment variables of a program that uses the null GPU."""
-    path = [str(SITE), str(ROOT), str(ROOT / "src"), *filter(None, sys.path)]
+    path = [str(SITE), str(BINDINGS), str(ROOT), str(ROOT / "src"), *filter(None, sys.path)]
     return {
         "PYTHONPATH": os.pathsep.join(path),
         "LD_LIBRARY_PATH": str(LIBRARIES),
@@ -61,9 +65,10 @@ def environment() -> dict[str, str]:
 
 
 def build() -> None:
-    """Install PyTorch's CUDA build and compile the stand-in libraries, if they are missing or their
-    sources have changed."""
+    """Install PyTorch's CUDA build and nccl4py, and compile the stand-in libraries, if they are
+    missing or their sources have changed."""
     _install(TORCH, SITE)
+    _install(pinned(PINNED.read_text(encoding="utf-8")), BINDINGS)
     _install(CUDA, HEADERS)
     sources = [*SOURCES.glob("*.[ch]"), Path(__file__)]
     ready = LIBRARIES / "ready"
@@ -71,6 +76,11 @@ def build() -> None:
         return
     _compile()
     ready.touch()
+
+
+def pinned(lock: str) -> tuple[str, ...]:
+    """Return the lines "NAME==VERSION" of the packages OF_BINDINGS in the text of a lock file."""
+    return tuple(line for line in lock.splitlines() if line.partition("==")[0] in OF_BINDINGS)
 
 
 def _install(requirements: tuple[str, ...], folder: Path) -> None:
@@ -89,22 +99,24 @@ def _compile() -> None:
     (include,) = HEADERS.glob("**/cuda_runtime_api.h")
     options = (f"-I{include.parent}", f"-I{SOURCES}")
     objects = {}
-    for name in ("state", "runtime", "driver", "libraries"):
+    for name in ("state", "runtime", "driver", "nccl", "libraries"):
         objects[name] = _object(SOURCES / f"{name}.c", options)
     _link(STATE, [objects["state"]])
     wanted = _wanted()
     runtime = {name for name in wanted if OF_RUNTIME.fullmatch(name)}
     driver = {name for name in wanted if OF_DRIVER.fullmatch(name)}
-    others = wanted - runtime - driver
+    nccl = {name for name in wanted if OF_NCCL.fullmatch(name)}
+    others = wanted - runtime - driver - nccl
     driver |= declared((include.parent / "cuda.h").read_text(encoding="utf-8"))
-    parts = {"runtime": runtime, "driver": driver, "libraries": others}
+    parts = {"runtime": runtime, "driver": driver, "nccl": nccl, "libraries": others}
     for part, names in parts.items():
         source = LIBRARIES / f"{part}-others.c"
         source.write_text(answers(names - _defined(objects[part])), encoding="utf-8")
         objects[f"{part} others"] = _object(source, options)
     _link(RUNTIME, [objects["runtime"], objects["runtime others"]])
     _link(DRIVER, [objects["driver"], objects["driver others"]])
-    for soname in _needed() - {RUNTIME, DRIVER}:
+    _link(NCCL, [objects["nccl"], objects["nccl others"]])
+    for soname in _needed() - {RUNTIME, DRIVER, NCCL}:
         _link(soname, [objects["libraries"], objects["libraries others"]])
 
 

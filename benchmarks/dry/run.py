@@ -27,14 +27,22 @@ from ptdmpi.comm import launch
 PAGE = ROOT / "docs/reference/gpu-dry.md"
 LIMIT_S = 600.0  # time limit for one part, in seconds
 # part -> number of ranks
-PARTS = {"layers": 1, "operators": 1, "host": 1, "kinds": 1, "two ranks": 2, "make gpu": 1}
+PARTS = {
+    "layers": 1,
+    "operators": 1,
+    "host": 1,
+    "kinds": 1,
+    "two ranks": 2,
+    "messages": 2,
+    "make gpu": 1,
+}
 
 
 def of_part(name: str) -> Iterator[dict[str, Any]]:
     """Run a part on the null GPU: count launches, bytes and FLOPs for each row of the part's table
     (such as a kind of training). After each row, yield all rows that are finished so far. This
     process must have the environment of the null GPU."""
-    from benchmarks.dry import host, kinds, layers, measurement, operators
+    from benchmarks.dry import host, kinds, layers, measurement, messages, operators
     from benchmarks.gpu.timing import measured_rows
 
     rows = {
@@ -43,6 +51,7 @@ def of_part(name: str) -> Iterator[dict[str, Any]]:
         "host": host.rows,
         "kinds": kinds.rows,
         "two ranks": kinds.rows_of_two,
+        "messages": messages.rows,
         "make gpu": measurement.rows,
     }
     yield from measured_rows(rows[name]())

@@ -1,7 +1,10 @@
 /* A stand-in for libcuda.so.1, the CUDA driver. It has the functions that PyTorch, Triton and the
  * Python bindings call. */
+#define _GNU_SOURCE
 #include "null.h"
 
+#include <dlfcn.h>
+#include <stdio.h>
 #include <string.h>
 
 typedef int result; /* CUresult; 0 is success */
@@ -132,4 +135,21 @@ result cuGetErrorString(int error, const char **text) {
 
 result cuGetErrorName(int error, const char **text) {
     return cuGetErrorString(error, text);
+}
+
+enum { NOT_FOUND = 500, LONGEST_NAME = 128 }; /* CUDA_ERROR_NOT_FOUND */
+
+/* Find a function of this library; the Python bindings find all functions by this one. A function
+ * that has a second version is found as that version. */
+result cuGetProcAddress_v2(const char *name, void **function, int version, unsigned long flags,
+                           int *status) {
+    char second[LONGEST_NAME];
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    snprintf(second, sizeof second, "%s_v2", name);
+    *function = dlsym(driver, second);
+    if (!*function)
+        *function = dlsym(driver, name);
+    if (status)
+        *status = *function ? 0 : 1;
+    return *function ? 0 : NOT_FOUND;
 }

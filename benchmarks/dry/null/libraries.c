@@ -1,6 +1,6 @@
-/* Stand-ins for the functions of cuBLAS, cuDNN, cuSPARSELt and NCCL that must do more than return
- * 0. `build.py` generates all other functions, which only return 0. Each stand-in library has the
- * functions of all four libraries. */
+/* Stand-ins for the functions of cuBLAS, cuDNN and cuSPARSELt that must do more than return 0.
+ * `build.py` generates all other functions, which only return 0. Each stand-in library has the
+ * functions of all three libraries. NCCL's are in nccl.c. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -89,31 +89,4 @@ int cudnnBackendGetAttribute(void *descriptor, int name, int type, long most, lo
 int cusparseLtGetVersion(void *handle, int *version) {
     *version = 800;
     return 0;
-}
-
-int ncclGetVersion(int *version) {
-    *version = 22907;
-    return 0;
-}
-
-int ncclGetUniqueId(void *id) {
-    return 0;
-}
-
-int ncclCommInitRankConfig(void **communicator) {
-    *communicator = HANDLE;
-    return 0;
-}
-
-int ncclCommGetAsyncError(void *communicator, int *error) {
-    *error = 0;
-    return 0;
-}
-
-const char *ncclGetErrorString(int error) {
-    return "an error of the null GPU";
-}
-
-const char *ncclGetLastError(void *communicator) {
-    return "";
 }

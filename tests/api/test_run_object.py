@@ -106,6 +106,28 @@ def test_a_run_is_left_and_taken_up_again_with_the_state_of_its_hooks(comm, tmp_
     assert again.calls[-2][0] == "saved"
 
 
+@parallel(ranks=[1, 2])
+def test_a_run_has_one_loop(comm, tmp_path):
+    """A second loop would train steps again, on weights that have been trained by them."""
+    run = made(comm, tmp_path, {"run.steps": 4})
+    steps = iter(run)
+    assert next(steps).number == 1
+    for again in (run.train, lambda: next(iter(run))):
+        with pytest.raises(InputError, match="already iterated over; legal: one loop"):
+            again()
+    assert [step.number for step in steps] == [2, 3, 4]
+
+
+@parallel(ranks=[1, 2])
+def test_a_run_that_is_closed_in_its_loop_ends(comm, tmp_path):
+    run, numbers = made(comm, tmp_path, {"run.steps": 4, "checkpoint.every_steps": 0}), []
+    with pytest.raises(InputError, match=r"run\.close\(\) was called in the loop.*legal: break"):
+        for step in run:
+            numbers.append(step.number)
+            run.close()
+    assert numbers == [1]
+
+
 @parallel(ranks=[1])
 def test_a_loop_validates_and_saves_by_the_number_of_a_step(comm, tmp_path):
     noted = Noted()
@@ -300,6 +322,8 @@ def test_the_package_is_light_until_something_is_used():
     """Importing it loads neither torch nor MPI, nor does planning."""
     code = (
         "import sys, ptdmpi; ptdmpi.plan(model='gpt3-125m', cluster='selene', ranks=8); "
+        # the first call has imported the package of the same name
+        "ptdmpi.plan('gpt3-125m', 'selene', ranks=8); "
         "print({'torch', 'mpi4py.MPI', 'h5py'} & set(sys.modules), dir(ptdmpi))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

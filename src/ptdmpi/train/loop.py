@@ -4,7 +4,7 @@ validates, saves a checkpoint and stops, each only if it is due.
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
 from ptdmpi.comm.world import World
@@ -77,7 +77,7 @@ class Loop:
         for _ in self.steps():
             pass
 
-    def steps(self) -> Iterator[Completed]:
+    def steps(self) -> Generator[Completed, None, None]:
         """Train from the present step to the last step, or until `run.stop_after_worse` ends the
         run.
 

@@ -12,7 +12,7 @@ the recovery, the recovery begins again.
 import gc
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +66,7 @@ class Survivors:
         # because MPI may still use them
         self.stranded: list[Any] = []
 
-    def steps(self) -> Iterator[Completed]:
+    def steps(self) -> Generator[Completed, None, None]:
         """Make attempts until the run has ended, or until too few ranks are left for the model.
 
         Yield the steps that this rank trains. Raises SystemExit if the exit code is not 0.

@@ -1,6 +1,7 @@
 """A training run as a Python object. A user's program iterates over this object, and each item is a
 training step."""
 
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Run:
         main thread, where Python cannot handle signals. If a rank does not catch an exception, all
         ranks are ended.
         """
-        self._closed = False
+        self._closed = self._iterated = False
         self._owns_launch = launch is None
         if launch is None:
             _require_main_thread()
@@ -109,18 +110,31 @@ class Run:
     def __iter__(self) -> Iterator[Completed]:
         """Train the model, and yield each step. If the run is asked to stop, for example by a
         signal, it saves a checkpoint and raises SystemExit (75). If the run fails, SystemExit has
-        the same exit code as `ptdmpi train`. Raises InputError if the run is closed, or outside the
-        main thread.
+        the same exit code as `ptdmpi train`. Raises InputError if the run is closed, if there is
+        already a loop over the run, and outside the main thread.
         """
         if self._owns_launch:
             _require_main_thread()
         if self._closed:
             raise SharedInputError("this run has ended; legal: a new ptdmpi.Run, which resumes it")
+        if self._iterated:
+            raise SharedInputError(
+                "this run is already iterated over; legal: one loop over a run, and run.train() "
+                "outside of it"
+            )
+        self._iterated = True
         source = self._survivors or self._loop
         assert source is not None
         try:
-            # if the caller closes this generator, `source` is closed, too
-            yield from source.steps()
+            # if the caller closes this generator, `steps` is closed, too
+            with contextlib.closing(source.steps()) as steps:
+                for step in steps:
+                    yield step
+                    if self._closed:
+                        raise SharedInputError(
+                            "run.close() was called in the loop over the run; legal: break, which "
+                            "closes the run"
+                        )
         except (SystemExit, GeneratorExit):
             self._end()
             raise

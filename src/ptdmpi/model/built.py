@@ -76,17 +76,23 @@ def add(owner: nn.Module, name: str, module: nn.Module) -> None:
     """Register `module` in `owner` under a dotted name, such as "attention.qkv". Raise InputError
     if a part of the name is the name of another attribute, such as "training"."""
     path, _, leaf = name.rpartition(".")
-    for part in (*filter(None, path.split(".")), leaf):
-        if hasattr(owner, part) and part not in dict(owner.named_children()):
-            raise InputError(
-                f"model.sublayers: {name}: {part} is an attribute of every module; legal: another "
-                "name"
-            )
-        if part != leaf and not hasattr(owner, part):
+    for part in filter(None, path.split(".")):
+        if part not in dict(owner.named_children()):
+            _require_free(owner, part, name)
             owner.add_module(part, nn.Module())
-        if part != leaf:
-            owner = owner.get_submodule(part)
+        owner = owner.get_submodule(part)
+    _require_free(owner, leaf, name)
     owner.add_module(leaf, module)
+
+
+def _require_free(owner: nn.Module, part: str, name: str) -> None:
+    """Raise InputError if `owner` has an attribute that is called like `part` of an operator's
+    name."""
+    if hasattr(owner, part):
+        raise InputError(
+            f"model.sublayers: {name}: the module already has an attribute {part}; legal: another "
+            "name"
+        )
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
@@ -301,7 +307,12 @@ def own(owner: nn.Module, row: Operator, build: Any) -> Callable[..., Any]:
 
 
 def checked(
-    compute: Callable[..., Any], row: Operator, later: Sequence[Operator], build: Any
+    compute: Callable[..., Any],
+    row: Operator,
+    later: Sequence[Operator],
+    *,
+    owner: nn.Module,
+    build: Any,
 ) -> Callable[..., Any]:
     """Return a function that calls `compute`, the function of an operator that a user has written,
     and checks the outputs. The returned function raises InputError if the operators `later`, which
@@ -324,16 +335,21 @@ def checked(
         known = isinstance(values, tuple) and all(isinstance(x, Tensor) for x in values)
         if not known or len(values) != len(widths):
             raise InputError(f"{where} must return {len(widths)} tensors, in a tuple if several")
-        x = inputs[0]
+        batch, computes = inputs[0].shape[1], _compute_type(owner)
         for name, value, width in zip(row.outputs, values, widths, strict=True):
-            legal = (x.shape[1], width)
             if width is None:
                 continue
-            if value.dim() != 3 or value.shape[1:] != legal or value.dtype != x.dtype:
+            if value.dim() != 3 or value.shape[1:] != (batch, width) or value.dtype != computes:
                 raise InputError(
                     f"{where} returned {name!r} of shape {list(value.shape)} and {value.dtype}; "
-                    f"legal: [positions, {legal[0]}, {legal[1]}] and {x.dtype}"
+                    f"legal: [positions, {batch}, {width}] and {computes}"
                 )
         return outputs
 
     return outputs_of
+
+
+def _compute_type(owner: nn.Module) -> torch.dtype:
+    """Return the type in which the layer `owner` computes: the type of its weights that are not
+    quantized, such as those of its norms."""
+    return next(weight.dtype for weight in owner.parameters() if weight.is_floating_point())

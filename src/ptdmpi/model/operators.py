@@ -440,7 +440,7 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
             compute = maker_of(row)(owner, row, build)
         rows = rows[count:]
         if compute is not None and isinstance(row, OwnOperator):
-            compute = built.checked(compute, row, rows, build)
+            compute = built.checked(compute, row, rows, owner=owner, build=build)
         if compute is None:
             assert row.inputs == row.outputs, f"{row.name} must compute its outputs"
             continue

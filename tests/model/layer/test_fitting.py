@@ -12,6 +12,7 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Layout, ModelConfig, RecomputeConfig
+from ptdmpi.model import built
 from ptdmpi.model.operators import Context
 from ptdmpi.model.parameters import Split, declare
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -19,7 +20,7 @@ from ptdmpi.model.transformer import Block
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer import sublayer as sublayers
 from ptdmpi.plan.layer.legality import layout_mistakes
-from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.parts import Scale
 from ptdmpi.plan.layer.sublayer import Sublayer
 from tests import _own
@@ -159,7 +160,7 @@ def test_a_module_that_is_none_is_refused(made, text):
 
 
 def test_the_name_of_an_attribute_is_refused():
-    with pytest.raises(InputError, match="training: training is an attribute of every module"):
+    with pytest.raises(InputError, match="training: the module already has an attribute training"):
         block(lambda: Module(None), "training")
 
 
@@ -180,3 +181,53 @@ def test_outputs_that_the_next_operator_cannot_read_are_refused(returns, text):
     layer.to_empty(device="cpu")
     with pytest.raises(InputError, match=text):
         layer(torch.zeros(8, 2, 32), Context())
+
+
+def test_names_may_repeat_a_part_and_lie_inside_an_operator():
+    owner = nn.Module()
+    for name in ("mix", "mix.residual", "gate.gate", "a.b.a"):
+        built.add(owner, name, nn.Linear(1, 1, bias=False))
+    names = [name for name, _ in owner.named_parameters()]
+    assert names == [f"{name}.weight" for name in ("mix", "mix.residual", "gate.gate", "a.b.a")]
+    with pytest.raises(InputError, match="gate: the module already has an attribute gate"):
+        built.add(owner, "gate", nn.Linear(1, 1))
+
+
+@dataclass(frozen=True)
+class Computes(OwnOperator):
+    made: Any = None
+
+    def module(self, build: Any) -> Any:
+        return Applied(self.made)
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs[:-1])
+
+
+def test_operators_may_look_keep_values_and_compute_in_other_types():
+    """The sublayer `keeps` is named like its first operator, and keeps a value for `uses`."""
+
+    def keeps(build: describe.LayerBuild) -> Sublayer:
+        wide = Computes("keeps", ("y",), ("y", "kept"), lambda y: (y, y.double()))
+        looks = Computes("keeps.looks", ("kept",), (), lambda kept: ())
+        made = build.sublayer("keeps", 5, wide, looks)
+        return Sublayer(made.name, list(made.operators))
+
+    def uses(build: describe.LayerBuild) -> Sublayer:
+        add = Computes("uses.add", ("kept", "y"), ("y",), lambda kept, y: (kept * y).to(y.dtype))
+        return build.sublayer("uses", 6, add)
+
+    def named(group: str, name: str) -> Any:
+        return {"keeps": keeps, "uses": uses}[name]
+
+    model = small({}).model.model_copy(update={"sublayers": ("keeps", "uses")})
+    with mock.patch.object(sublayers, "plugin", named):
+        layer = Block(model, TensorAxis(OneRank()), 0, RecomputeConfig())
+        layer.to_empty(device="cpu")
+        assert layer(torch.zeros(8, 2, 32), Context()).shape == (8, 2, 32)

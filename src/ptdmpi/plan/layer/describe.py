@@ -35,7 +35,7 @@ from ptdmpi.plan.layer.ends import (
     Tanh,
 )
 from ptdmpi.plan.layer.experts import MixExperts
-from ptdmpi.plan.layer.fitting import require_fitting
+from ptdmpi.plan.layer.fitting import RESIDUAL, require_fitting
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Table
@@ -274,8 +274,9 @@ def layer_of(model: ModelConfig, kind: LayerKind) -> tuple[Sublayer, ...]:
     backward)."""
     build = LayerBuild(model, model.adapt.adapts and not kind.idle, kind.mixes)
     sublayers = tuple(made(SUBLAYERS.get(name, name), build) for name in model.sublayers)
+    widths: dict[str, int | None] = {RESIDUAL: model.hidden}
     for name, sublayer in zip(model.sublayers, sublayers, strict=True):
-        require_fitting(name, sublayer.operators, model.hidden)
+        require_fitting(name, sublayer.operators, model.hidden, widths)
     require_own_names(sublayers)
     require_own_masks(sublayers)
     return _with_norms_of_sums(sublayers)

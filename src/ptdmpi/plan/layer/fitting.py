@@ -87,14 +87,17 @@ def _rule(hint: Any) -> FieldRule:
     return {int: _least(1), tuple[int, ...]: SIZES, float: STD, bool: BOOL}[hint]
 
 
-def require_fitting(name: str, rows: Sequence[Operator], hidden: int) -> None:
+def require_fitting(
+    name: str, rows: Sequence[Operator], hidden: int, widths: dict[str, int | None]
+) -> None:
     """Raise InputError if an operator has a field or a part with an illegal value, or if the
     operators do not fit each other. `rows` are the operators of the sublayer `name`. `hidden` is
-    the hidden size of the model."""
+    the hidden size of the model. `widths` has the numbers of channels of the values that earlier
+    sublayers of the layer have written; the values of this sublayer are added to it."""
     for row in rows:
         for mistake in (*_in_fields(row), *_in_parts(row)):
             raise InputError(f"model.sublayers: {name}: the operator {row.name!r} {mistake}")
-    for mistake in _in_values(rows, hidden):
+    for mistake in _in_values(rows, hidden, widths):
         raise InputError(f"model.sublayers: {name}: the operator {mistake}")
 
 
@@ -105,6 +108,9 @@ def _in_fields(row: Operator) -> Iterator[str]:
         yield "has an illegal name; legal: names as in Python, with dots between them"
     for field in ("inputs", "outputs"):
         names: object = getattr(row, field)
+        may_be_empty = field == "outputs" and isinstance(row, OwnOperator)
+        if names == () and may_be_empty:  # an operator that only looks at its inputs
+            continue
         if not isinstance(names, tuple) or {type(name) for name in names} != {str}:
             yield f'has {field} = {names!r}; legal: a tuple of names, such as ("y",)'
 
@@ -159,10 +165,11 @@ def _channels_of(row: Operator, hidden: int) -> tuple[Channels | None, Channels 
     return None, None
 
 
-def _in_values(rows: Sequence[Operator], hidden: int) -> Iterator[str]:
+def _in_values(
+    rows: Sequence[Operator], hidden: int, widths: dict[str, int | None]
+) -> Iterator[str]:
     """Yield the mistakes in the values that operators read and write. Each text begins with the
-    name of an operator."""
-    widths: dict[str, int | None] = {RESIDUAL: hidden}
+    name of an operator. For `widths` see `require_fitting`."""
     for row in rows:
         reads, writes = _channels_of(row, hidden)
         for name in row.inputs:
@@ -215,6 +222,8 @@ def local_width(rows: Sequence[Operator], name: str, *, hidden: int, tensor: int
     """Find the first operator of `rows` that reads the value `name`, and return the number of
     channels of this value that it needs on one of `tensor` tensor ranks. Return None if the number
     is not known."""
+    if name == RESIDUAL:
+        return hidden
     for row in rows:
         if name in row.inputs:
             if isinstance(row, Multiply) and not isinstance(row, OwnOperator):

@@ -1,7 +1,8 @@
 """A sublayer of a transformer layer, and the checks of sublayers that a user has written."""
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin, users_code
@@ -37,6 +38,8 @@ def made(name: str, build: object) -> Sublayer:
         )
     if not isinstance(sublayer.name, str):
         raise InputError(f"model.sublayers: {name} has the name {sublayer.name!r}; legal: a text")
+    if isinstance(sublayer.operators, list):
+        sublayer = replace(sublayer, operators=tuple(sublayer.operators))
     require_operators(name, sublayer.operators)
     return sublayer
 
@@ -65,12 +68,12 @@ def require_own_names(sublayers: Iterable[Sublayer]) -> None:
                     f"{users.get(name, sublayer.name)} and {sublayer.name}; legal: different names"
                 )
         users.update(dict.fromkeys(names, sublayer.name))
-    for name in users:
-        place, _, _ = name.rpartition(".")
-        if place in users:
+    for earlier, later in itertools.combinations(users, 2):
+        if earlier.startswith(f"{later}."):
             raise InputError(
-                f"model.sublayers: the operator {name} of {users[name]} is named as a part of the "
-                f"operator {place}; legal: a name that does not begin with {place}."
+                f"model.sublayers: the operator {earlier} of {users[earlier]} is named as a part "
+                f"of the operator {later}, which follows it; legal: a name that does not begin "
+                f"with {later}."
             )
 
 

@@ -214,6 +214,34 @@ def negative(inputs):
     return inputs.logits.sum(), -1
 
 
+def immense(inputs):
+    return inputs.logits.sum(), 1e300
+
+
+def tiny(inputs):
+    return inputs.logits.sum(), torch.tensor(1e-300, dtype=torch.float64)
+
+
+def no_number(inputs):
+    return inputs.logits.sum(), float("nan")
+
+
+def some_tokens(inputs):
+    return inputs.of_tokens(-inputs.log_probabilities()[:3])
+
+
+def no_tokens(inputs):
+    return inputs.of_tokens(5)
+
+
+def tokens_as_sequences(inputs):
+    return inputs.of_sequences(-inputs.log_probabilities())
+
+
+def number_of_sequences(inputs):
+    return inputs.of_sequences(1.5)
+
+
 def endless(inputs):
     return inputs.logits.sum(), inputs.logits.detach().new_tensor(float("inf"))
 

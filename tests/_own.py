@@ -181,6 +181,41 @@ class Ending(Momentum):
         raise SystemExit(75)
 
 
+class Resizing(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.masters[0].resize_(3)
+
+
+class Reallocating(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.moments[0][0].data = group.moments[0][0].clone()
+
+
+class Replacing(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.masters[0] = group.masters[0] - rate * group.gradients[0]
+
+
+class Dropping(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.gradients.pop()
+
+
+class UpdatedAlone(Momentum):
+    @staticmethod
+    def update(group):
+        pass
+
+
+class UpdatedAsObject(Momentum):
+    def update(self, config, group, rate, updates):
+        pass
+
+
 class UpdatedByText(Momentum):
     update = "x"
 

@@ -23,10 +23,14 @@ from tests._engines import build, microbatches, steps_of
 from tests._mpirun import mpirun
 from tests._own import (
     Counting,
+    Dropping,
     Ending,
     Ends,
     Given,
     Momentum,
+    Reallocating,
+    Replacing,
+    Resizing,
     Short,
     counted_twice,
     counts_none,
@@ -289,6 +293,13 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
             {"optimizer.kind": "own", "optimizer.own": "tests._own:UpdatedByText"},
             "optimizer.own: tests._own:UpdatedByText has an update of type str",
         ),
+        *(
+            (
+                {"optimizer.kind": "own", "optimizer.own": f"tests._own:{name}"},
+                rf"{name} has an update that cannot be called \(.*\); legal: .* update\(config, gr",
+            )
+            for name in ("UpdatedAlone", "UpdatedAsObject")
+        ),
         ({"model.sublayers": ("attention", "json:nothing")}, "model.sublayers: json:nothing"),
         ({"model.sublayers": ("mlp", "mlp")}, "model.sublayers names mlp more than once"),
     ],
@@ -325,6 +336,19 @@ def test_an_optimizer_that_ends_the_program_is_refused(comm):
     own = {"optimizer.kind": "own", "optimizer.own": name_of(Ending)}
     with pytest.raises(InputError, match=r"tests\._own:Ending ends the program"):
         trained(comm, own | layout(d=2))
+
+
+@parallel(ranks=[1])
+def test_an_optimizer_that_replaces_tensors_is_refused(comm):
+    """The run would use the tensors of before, and nothing would train."""
+    for own, text in (
+        (Resizing, r"Resizing: update replaces a tensor of group\.masters, or changes its size; l"),
+        (Reallocating, r"Reallocating: update replaces a tensor of group\.moments\[0\], or"),
+        (Replacing, r"Replacing: update replaces a tensor of group\.masters, or changes"),
+        (Dropping, "Dropping: update changes the lists of its group; legal: an update that"),
+    ):
+        with pytest.raises(InputError, match=text):
+            trained(comm, {"optimizer.kind": "own", "optimizer.own": name_of(own)})
 
 
 @pytest.mark.parametrize("in_sample", [False, True])

@@ -1,8 +1,8 @@
 """A data set of torch (torch.utils.data.Dataset) with the samples in token shards."""
 
 import operator
-from numbers import Integral
 from pathlib import Path
+from typing import SupportsIndex
 
 import numpy as np
 import torch
@@ -23,10 +23,8 @@ class TokenWindows(TorchDataset[dict[str, Tensor]]):
     def __init__(self, shards: Dataset, seq_length: int) -> None:
         """Store the shards and the length of the samples. Raise InputError if `seq_length` is not
         an integer from 1, or if no shard has a complete sample."""
-        if not isinstance(seq_length, Integral) or seq_length < 1:
-            raise InputError(f"seq_length = {seq_length!r}; legal: an integer from 1")
         self.shards = shards
-        self.seq_length = int(seq_length)
+        self.seq_length = _length(seq_length)
         self._samples = shards.samples(self.seq_length)
 
     def __len__(self) -> int:
@@ -46,6 +44,17 @@ class TokenWindows(TorchDataset[dict[str, Tensor]]):
         (row,) = self.shards.read(np.array([number % len(self)]), self.seq_length)
         tokens = torch.from_numpy(row)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+def _length(given: SupportsIndex) -> int:
+    """Return the length of the samples. Raise InputError unless it is an integer from 1."""
+    try:
+        length = operator.index(given)
+    except TypeError:
+        length = 0
+    if length < 1:
+        raise InputError(f"seq_length = {given!r}; legal: an integer from 1")
+    return length
 
 
 def open_shards(directory: str | Path, seq_length: int) -> TokenWindows:

@@ -181,6 +181,41 @@ class Ending(Momentum):
         raise SystemExit(75)
 
 
+class Resizing(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.masters[0].resize_(3)
+
+
+class Reallocating(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.moments[0][0].data = group.moments[0][0].clone()
+
+
+class Replacing(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.masters[0] = group.masters[0] - rate * group.gradients[0]
+
+
+class Dropping(Momentum):
+    @staticmethod
+    def update(config, group, rate, updates):
+        group.gradients.pop()
+
+
+class UpdatedAlone(Momentum):
+    @staticmethod
+    def update(group):
+        pass
+
+
+class UpdatedAsObject(Momentum):
+    def update(self, config, group, rate, updates):
+        pass
+
+
 class UpdatedByText(Momentum):
     update = "x"
 
@@ -212,6 +247,34 @@ def huge(inputs):
 
 def negative(inputs):
     return inputs.logits.sum(), -1
+
+
+def immense(inputs):
+    return inputs.logits.sum(), 1e300
+
+
+def tiny(inputs):
+    return inputs.logits.sum(), torch.tensor(1e-300, dtype=torch.float64)
+
+
+def no_number(inputs):
+    return inputs.logits.sum(), float("nan")
+
+
+def some_tokens(inputs):
+    return inputs.of_tokens(-inputs.log_probabilities()[:3])
+
+
+def no_tokens(inputs):
+    return inputs.of_tokens(5)
+
+
+def tokens_as_sequences(inputs):
+    return inputs.of_sequences(-inputs.log_probabilities())
+
+
+def number_of_sequences(inputs):
+    return inputs.of_sequences(1.5)
 
 
 def endless(inputs):

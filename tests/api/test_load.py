@@ -1,5 +1,6 @@
 """`ptdmpi.load` and `ptdmpi.open_shards`: what they return, and what they refuse."""
 
+import subprocess
 import sys
 from unittest.mock import patch
 
@@ -22,6 +23,13 @@ from tests.parallel import parallel
 VOCAB_SIZE = 257  # of the tokenizer of bytes
 LAYOUTS = {1: [None], 2: [None, "t=2", "p=2"]}
 LENGTH = 4
+NOWHERE = "ptdmpi.open_shards('nowhere', 4)"
+
+
+@pytest.fixture(autouse=True)
+def usual_excepthook(monkeypatch):
+    """Restore the excepthook after each test."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 @pytest.fixture
@@ -49,6 +57,10 @@ def test_samples_of_shards_are_a_data_set_of_torch(shards):
     for number in (5, -6):
         with pytest.raises(IndexError, match=f"sample {number} of 5"):
             samples[number]
+    for number in (1.5, "1", None, slice(2)):
+        with pytest.raises(InputError, match=r"samples\[.+\]: legal: an integer from -5 to 4"):
+            samples[number]
+    assert torch.equal(samples[np.int64(4)]["labels"], samples[torch.tensor(-1)]["labels"])
     (batch,) = DataLoader(samples, batch_size=5)
     assert batch["labels"].shape == (5, LENGTH) and batch["input_ids"][:, 0].tolist() == starts
 
@@ -60,10 +72,40 @@ def test_a_folder_without_samples_is_refused(shards):
         (folder / "nowhere", LENGTH, "no such directory"),
         (folder / "empty", LENGTH, "empty"),
         (folder, 14, "14"),
+        (folder, 0, "seq_length = 0; legal: an integer from 1"),
+        (folder, -3, "seq_length = -3; legal: an integer from 1"),
+        (folder, 4.0, r"seq_length = 4\.0; legal: an integer from 1"),
+        (folder, "4", "seq_length = '4'; legal: an integer from 1"),
     ):
         with pytest.raises(InputError, match=text) as error:
             ptdmpi.open_shards(path, length)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "printed"),
+    [
+        (
+            "ptdmpi.open_shards('nowhere', 4)",
+            2,
+            "ptdmpi: error: dataset nowhere: no such directory",
+        ),
+        ("ptdmpi.plan('none', 'selene')", 2, "ptdmpi: error: "),
+        (f"try: {NOWHERE}\nexcept ptdmpi.InputError: pass\n1 / 0", 1, "Traceback"),
+        (
+            f"sys.excepthook = lambda *given: print('mine', file=sys.stderr)\n{NOWHERE}",
+            1,
+            "mine",
+        ),
+    ],
+)
+def test_bad_input_ends_a_program_with_one_line(line, code, printed):
+    """Without MPI, too. Other errors are printed as usual, and a program keeps its excepthook."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, ptdmpi\n{line}"], capture_output=True, text=True
+    )
+    assert done.returncode == code and done.stderr.startswith(printed)
+    assert printed == "Traceback" or done.stderr.count("\n") == 1
 
 
 @parallel(ranks=[1, 2])
@@ -88,6 +130,9 @@ def test_a_loaded_model_answers_alike_in_every_layout(comm, tmp_path):
             model.log_probabilities([1])
         with pytest.raises(InputError, match="18 ids; legal: 2 to 17"):
             model.log_probabilities([1] * 18)
+        for prompt in (5, ["a", 5], b"a"):
+            with pytest.raises(InputError, match=r"prompt is of the type .*; legal: a text, or"):
+                model.generate(prompt)
         with pytest.raises(TypeError, match="beams"):
             model.generate("a", beams=2)
         seen.append((texts, values))

@@ -23,10 +23,14 @@ from tests._engines import build, microbatches, steps_of
 from tests._mpirun import mpirun
 from tests._own import (
     Counting,
+    Dropping,
     Ending,
     Ends,
     Given,
     Momentum,
+    Reallocating,
+    Replacing,
+    Resizing,
     Short,
     counted_twice,
     counts_none,
@@ -36,13 +40,20 @@ from tests._own import (
     ends,
     even,
     huge,
+    immense,
     negative,
+    no_number,
+    no_tokens,
+    number_of_sequences,
     of_shape,
     only_sum,
     plain,
     several,
     smoothed,
+    some_tokens,
     squared,
+    tiny,
+    tokens_as_sequences,
     words,
 )
 from tests._runs import configuration, corpus
@@ -228,10 +239,17 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
         (words, r"returned \(str, str\); legal: a tensor and a number"),
         (of_shape, r"returned a sum of float32 of shape \[.*\], not one floating-point sum"),
         (detached, "returned a sum that has no gradient"),
-        (huge, "returned a count that is too large"),
+        (huge, "returned the count inf; legal: 0, or 1e-30 to 1e[+]30"),
+        (immense, r"returned the count 1e\+300; legal: 0, or 1e-30 to 1e"),
+        (tiny, "returned the count 1e-300; legal: 0, or 1e-30 to 1e"),
+        (no_number, "returned the count nan; legal"),
+        (some_tokens, r"of_tokens got losses of shape \[3, 1\]; legal: .* of shape \[16, 1\]"),
+        (no_tokens, r"of_tokens got losses of the type int; legal: a tensor of shape \[16, 1\]"),
+        (tokens_as_sequences, r"of_sequences got losses of shape \[16, 1\]; legal: .* \[1\]"),
+        (number_of_sequences, "of_sequences got losses of the type float; legal"),
         (elsewhere, "returned a sum on meta; legal: on cpu"),
         (counted_twice, r"returned a count of shape .*, not one number"),
-        (negative, "returned the count -1.0; legal: a number from 0"),
+        (negative, "returned the count -1.0; legal: 0, or"),
         (endless, "returned the count inf; legal"),
         (ends, "tests._own:ends ends the program"),
     ):
@@ -275,6 +293,13 @@ def test_a_loss_that_returns_something_else_is_refused(comm):
             {"optimizer.kind": "own", "optimizer.own": "tests._own:UpdatedByText"},
             "optimizer.own: tests._own:UpdatedByText has an update of type str",
         ),
+        *(
+            (
+                {"optimizer.kind": "own", "optimizer.own": f"tests._own:{name}"},
+                rf"{name} has an update that cannot be called \(.*\); legal: .* update\(config, gr",
+            )
+            for name in ("UpdatedAlone", "UpdatedAsObject")
+        ),
         ({"model.sublayers": ("attention", "json:nothing")}, "model.sublayers: json:nothing"),
         ({"model.sublayers": ("mlp", "mlp")}, "model.sublayers names mlp more than once"),
     ],
@@ -311,6 +336,19 @@ def test_an_optimizer_that_ends_the_program_is_refused(comm):
     own = {"optimizer.kind": "own", "optimizer.own": name_of(Ending)}
     with pytest.raises(InputError, match=r"tests\._own:Ending ends the program"):
         trained(comm, own | layout(d=2))
+
+
+@parallel(ranks=[1])
+def test_an_optimizer_that_replaces_tensors_is_refused(comm):
+    """The run would use the tensors of before, and nothing would train."""
+    for own, text in (
+        (Resizing, r"Resizing: update replaces a tensor of group\.masters, or changes its size; l"),
+        (Reallocating, r"Reallocating: update replaces a tensor of group\.moments\[0\], or"),
+        (Replacing, r"Replacing: update replaces a tensor of group\.masters, or changes"),
+        (Dropping, "Dropping: update changes the lists of its group; legal: an update that"),
+    ):
+        with pytest.raises(InputError, match=text):
+            trained(comm, {"optimizer.kind": "own", "optimizer.own": name_of(own)})
 
 
 @pytest.mark.parametrize("in_sample", [False, True])

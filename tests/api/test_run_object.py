@@ -165,6 +165,25 @@ def test_an_object_that_is_no_hook_is_refused(hooks):
         Hooks(hooks)
 
 
+@pytest.mark.parametrize(
+    ("method", "value", "legal"),
+    [
+        ("step_ended", lambda self: None, r"step_ended\(self, step\)"),
+        ("validated", lambda self, step: None, r"validated\(self, step, values\)"),
+        ("saved", lambda self, step, path, more: None, r"saved\(self, step, path\)"),
+        ("stopped", lambda self, *, step, why: None, r"stopped\(self, step, why\)"),
+        ("state", lambda self, step: None, r"state\(self\)"),
+        ("state", {"loss": 3}, r"state\(self\)"),
+        ("restore", lambda self: None, r"restore\(self, state\)"),
+    ],
+)
+def test_a_hook_whose_method_takes_other_arguments_is_refused(method, value, legal):
+    hook = type("Other", (Hook,), {method: value})()
+    text = rf"hook Other: its {method} cannot be called \(.+\); legal: a method {legal}"
+    with pytest.raises(InputError, match=text):
+        Hooks([Noted(), hook])
+
+
 class Keeping(Hook):
     """A hook whose state is an object that it changes later."""
 
@@ -187,6 +206,12 @@ def test_the_state_of_a_hook_is_a_copy_as_a_file_returns_it():
 def test_a_state_that_is_no_json_names_its_hook(state):
     with pytest.raises(InputError, match="the state of hook Keeping cannot be converted to JSON"):
         Hooks([Keeping(state)]).states()
+
+
+def test_a_state_with_two_keys_of_one_text_is_refused():
+    """The file would have both, and a resumed run the last."""
+    with pytest.raises(InputError, match=r"hook Keeping .*: two keys of a dict are the text '1'; "):
+        Hooks([Keeping([{"a": {1: 3, "1": 4}}])]).states()
 
 
 @parallel(ranks=[1])

@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -105,6 +105,21 @@ def users_code(name: str) -> Iterator[None]:
         DIRECTORY.leave()
 
 
+def call_mistake(function: Any, arguments: Sequence[str]) -> str:
+    """Return the reason why a user's `function` cannot be called with these positional arguments,
+    which are given by name; "" if it can be called. A function that is written in C may have no
+    signature, and is not checked."""
+    if not callable(function):
+        return f"it is of the type {type(function).__name__}"
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # the function has no signature
+        pass
+    return ""
+
+
 def _registered(group: str) -> dict[str, str]:
     """Return the registered objects of a group: name -> "module:object"."""
     return {entry.name: entry.value for entry in entry_points(group=f"ptdmpi.{group}")}
@@ -120,15 +135,12 @@ def _usable(group: str, name: str) -> Any:
         raise InputError(f"{name} is of the type {kind}; legal: a function or a class")
     if group == "optimizers":  # only methods of an optimizer are called
         return value
-    try:
-        inspect.signature(value).bind(None)
-    except TypeError as error:
+    mistake = call_mistake(value, ("argument",))
+    if mistake:
         raise InputError(
-            f"{name} cannot be called with one argument ({error}); legal: a function or a class "
+            f"{name} cannot be called with one argument ({mistake}); legal: a function or a class "
             "that takes one"
-        ) from None
-    except ValueError:  # some functions that are written in C have no signature
-        pass
+        )
     return value
 
 

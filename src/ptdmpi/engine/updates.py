@@ -6,13 +6,14 @@ used, because they load torch's compiler: 800 modules, 70 MB, and one second at 
 rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin, users_code
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
@@ -20,6 +21,8 @@ from ptdmpi.engine.offload import Alike
 # The number of elements of a temporary tensor. The memory plan does not count such a tensor,
 # because it is small.
 PIECE = 1 << 20
+
+IN_PLACE = "an update that changes elements in place"
 
 
 def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
@@ -115,9 +118,35 @@ def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Ten
 
 
 def own_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Do the update of the user's own optimizer, `optimizer.own`."""
+    """Do the update of the user's own optimizer, `optimizer.own`. Raise InputError if the update
+    replaces a tensor or changes its size, because the run uses the tensors of before."""
+    before = [(name, tensor, _place(tensor)) for name, tensor in _named(group)]
     with users_code(config.own):
         plugin("optimizers", config.own).update(config, group, rate, updates)
+    after = [tensor for _, tensor in _named(group)]
+    if len(before) != len(after):
+        raise InputError(f"{config.own}: update changes the lists of its group; legal: {IN_PLACE}")
+    for (name, tensor, place), now in zip(before, after, strict=True):
+        if now is not tensor or _place(now) != place:
+            raise InputError(
+                f"{config.own}: update replaces a tensor of group.{name}, or changes its size; "
+                f"legal: {IN_PLACE}"
+            )
+
+
+def _named(group: Alike) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor that an optimizer of the user may change or read, after the name of its
+    list in `group`."""
+    lists = {"masters": group.masters, "gradients": group.gradients}
+    lists |= {f"moments[{number}]": parts for number, parts in enumerate(group.moments)}
+    for name, tensors in lists.items():
+        for tensor in tensors:
+            yield name, tensor
+
+
+def _place(tensor: object) -> object:
+    """Return the shape of a tensor and the address of its first element."""
+    return (tensor.shape, tensor.data_ptr()) if isinstance(tensor, Tensor) else None
 
 
 UPDATES: Mapping[str, Callable[[OptimizerConfig, Alike, float, Tensor], None]] = {

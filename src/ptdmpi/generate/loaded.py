@@ -1,13 +1,13 @@
 """A trained model from which a program can get texts and probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptdmpi.comm.world import World, end_together
-from ptdmpi.config import Config, InputError
+from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.generate.generator import ROWS
 from ptdmpi.generate.prompts import Given
 from ptdmpi.generate.write import Writer
@@ -39,9 +39,10 @@ class LoadedModel:
 
         `options` may have these options of `ptdmpi generate`: max_new_tokens, samples (for each
         prompt), temperature, top_k, top_p and seed. The texts do not depend on the layout. Raise
-        InputError for a prompt that the model cannot continue, and TypeError for any other option.
+        InputError for a prompt that is not a text or that the model cannot continue, and TypeError
+        for any other option.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = _texts(prompt)
         writer = self._writer.changed(**options)
         world = writer.world
         given = [Given(text) for text in prompts]
@@ -64,6 +65,21 @@ class LoadedModel:
         values = None if scored is None else scored[0][:, 0].tolist()
         shared: list[float] = model.share(values)
         return shared
+
+
+def _texts(prompt: object) -> list[str]:
+    """Return a list of prompts. Raise InputError, on all ranks, unless `prompt` is a text or a
+    sequence of texts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kind = type(prompt).__name__
+    if isinstance(prompt, Iterable):
+        prompts = list(prompt)
+        texts = [text for text in prompts if isinstance(text, str)]
+        if len(texts) == len(prompts):
+            return texts
+        kind += " with values that are not texts"
+    raise SharedInputError(f"prompt is of the type {kind}; legal: a text, or a list of texts")
 
 
 def load(

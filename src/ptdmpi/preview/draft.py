@@ -197,6 +197,11 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
         prices, _ = choose.choose(bare, vocab_size, cluster, wish.ranks)
         tree = choose.applied(base, prices[0].layout.sections())
         return resolve(_divisible(tree, wish.ranks), wish.ranks)
+    if wish.memory_bytes <= 1:
+        raise InputError(
+            f"--ranks {wish.ranks}: this machine has no memory left for each of so many ranks; "
+            "legal: fewer ranks, or --cluster for ranks on several machines"
+        )
     smallest: Config | None = None
     why = ""
     for tree in _candidates(base, wish.ranks):

@@ -245,7 +245,8 @@ def rank_memory_bytes(device: torch.device, sharing: int) -> int:
     process's allocator has already reserved. The memory of GPU contexts, communicators and other
     processes is not free. On a host, the result is the total memory divided by `sharing`, minus the
     resident memory of this process. If the address space of this process is limited (RLIMIT_AS),
-    the result is at most the unused part of this address space.
+    the result is at most the unused part of this address space. The result is 1 if no memory is
+    left.
     """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.base.errors import InputError
-from ptdmpi.base.plugins import users_code
+from ptdmpi.base.plugins import call_mistake, users_code
 from ptdmpi.train.live import Completed
 
 
@@ -42,6 +42,7 @@ class Hook:
         """Return the state of the hook for a checkpoint, as an object that can be converted to
         JSON. Return None to store nothing. Checkpoints store the state that rank 0 returns. In JSON
         the keys of a dict are texts: a key 5 is "5" when the state is restored.
+        Two keys of a dict that are the same text, such as 5 and "5", are refused.
         """
         return None
 
@@ -49,19 +50,39 @@ class Hook:
         """Continue from the state in a checkpoint. All ranks get the same state."""
 
 
+# Method of a hook -> its arguments after `self`.
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "step_ended": ("step",),
+    "validated": ("step", "values"),
+    "saved": ("step", "path"),
+    "stopped": ("step", "why"),
+    "state": (),
+    "restore": ("state",),
+}
+
+
 class Hooks:
     """The hooks of a run. Their methods are called in the order in which the hooks were given. If a
     hook ends the program, for example by `sys.exit`, the methods of this class raise InputError."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
-        """Store the hooks. Raises InputError if an object is not a `Hook`, or if two hooks have the
-        same name, because a checkpoint stores one state for each name.
+        """Store the hooks. Raises InputError if an object is not a `Hook`, if a method of a hook
+        takes other arguments, or if two hooks have the same name, because a checkpoint stores one
+        state for each name.
         """
         if not isinstance(hooks, list | tuple) or not all(isinstance(hook, Hook) for hook in hooks):
             raise InputError(f"hooks = {hooks!r}: legal is a list of objects of ptdmpi.Hook")
         self._hooks = {hook.name or type(hook).__name__: hook for hook in hooks}
         if len(self._hooks) < len(hooks):
             raise InputError(f"hooks of the same name: give each a name of its own, {hooks}")
+        for name, hook in self._hooks.items():
+            for method, arguments in ARGUMENTS.items():
+                mistake = call_mistake(getattr(hook, method), arguments)
+                if mistake:
+                    raise InputError(
+                        f"hook {name}: its {method} cannot be called ({mistake}); legal: a method "
+                        f"{method}({', '.join(('self', *arguments))})"
+                    )
 
     def step_ended(self, step: Completed) -> None:
         """Call the method `step_ended` of each hook."""
@@ -109,6 +130,16 @@ def _copied(name: str, hook: Hook) -> Any:
     with users_code(f"hook {name}"):
         state = hook.state()
     try:
-        return json.loads(json.dumps(state))
+        return json.loads(json.dumps(state), object_pairs_hook=_with_each_key_once)
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"the state of hook {name} cannot be converted to JSON: {error}") from None
+
+
+def _with_each_key_once(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object with these keys and values. Raise ValueError if two keys are equal."""
+    whole = dict(items)
+    if len(whole) < len(items):
+        keys = [key for key, _ in items]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"two keys of a dict are the text {twice!r}; legal: different texts")
+    return whole

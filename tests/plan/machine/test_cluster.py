@@ -218,6 +218,8 @@ def test_sizes_in_letters_and_in_words():
         ("l=two,h=64,a=8", "layers = 'two'"),
         ("l=2,h=64,a=8,V=0", "at least 1"),
         ("l=2,h", '"h" is not a size'),
+        ("l=2,l=3,h=64,a=8", "layers is given twice; legal: each key once"),
+        ("gpt3-125m,l=2,layers=2", "layers is given twice"),
     ],
 )
 def test_bad_models_are_refused(text, word):

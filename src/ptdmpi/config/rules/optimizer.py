@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from ptdmpi.base.errors import InputError
-from ptdmpi.base.plugins import plugin
+from ptdmpi.base.plugins import call_mistake, plugin
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.methods import DIFFERING, DataParallelConfig, toml_text
@@ -28,6 +28,8 @@ OPTIMIZED_BY: Mapping[str, tuple[str, ...]] = {
     "muon_scale": ("muon",),
 }
 
+# The arguments of the method `update` of the user's own optimizer.
+UPDATE_ARGUMENTS = ("config", "group", "rate", "updates")
 
 MUON = 'optimizer.kind = "muon"'
 
@@ -135,6 +137,12 @@ def _own_mistake(name: str) -> str:
         return f"optimizer.own: {name} has no {lacking[0]}; legal: a class with moments and update"
     if not callable(own.update):
         return f"optimizer.own: {name} has an update of type {type(own.update).__name__}"
+    mistake = call_mistake(own.update, UPDATE_ARGUMENTS)
+    if mistake:
+        return (
+            f"optimizer.own: {name} has an update that cannot be called ({mistake}); legal: a "
+            f"static method update({', '.join(UPDATE_ARGUMENTS)})"
+        )
     names = own.moments
     if not isinstance(names, tuple | list) or not all(_names_a_moment(name) for name in names):
         return (

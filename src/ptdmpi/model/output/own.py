@@ -25,6 +25,11 @@ from ptdmpi.model.output.losses import COUNT, TASK
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
 
+# The smallest and the largest count of a microbatch, apart from 0. The mean is computed in float32,
+# whose normal numbers are from 1.2e-38 to 3.4e38. The sum of the counts of 10^8 microbatches, and 1
+# / sum, are such numbers.
+LEAST_COUNT, MOST_COUNT = 1e-30, 1e30
+
 
 @dataclass(frozen=True)
 class LossInput:
@@ -88,7 +93,8 @@ class LossInput:
 
     def of_tokens(self, losses: Tensor) -> tuple[Tensor, float]:
         """Return (sum, count) for the labels' losses [s, b], each multiplied by the weight of its
-        label."""
+        label. Raise InputError if `losses` is not a tensor in the shape of the labels."""
+        _require_shape("of_tokens", losses, self.batch.labels.shape)
         if self.batch.weights is not None:
             losses = losses * self.batch.weights
         return losses.sum(), self.batch.tokens
@@ -96,8 +102,22 @@ class LossInput:
     def of_sequences(self, losses: Tensor) -> tuple[Tensor, float]:
         """Return (sum, count) for the losses [b] of the sequences. All c ranks of the context axis
         have computed the same losses, and the trainer adds the results of all ranks, so each rank
-        returns 1/c of the sum and of the count."""
+        returns 1/c of the sum and of the count. Raise InputError if `losses` is not a tensor of the
+        shape [b]."""
+        _require_shape("of_sequences", losses, self.batch.labels.shape[1:])
         return losses.sum() / self.context.size, len(losses) / self.context.size
+
+
+def _require_shape(method: str, losses: object, shape: torch.Size) -> None:
+    """Raise InputError if `losses`, the argument of a method of `LossInput`, is not a tensor of
+    this shape: the method would divide the sum by another number of terms."""
+    if not isinstance(losses, Tensor):
+        given = f"losses of the type {type(losses).__name__}"
+    elif losses.shape != shape:
+        given = f"losses of shape {list(losses.shape)}"
+    else:
+        return
+    raise InputError(f"inputs.{method} got {given}; legal: a tensor of shape {list(shape)}")
 
 
 def sum_over(values: Tensor, comm: Communicator) -> Tensor:
@@ -208,8 +228,9 @@ class OwnLoss:
                 return total, count
         try:
             number = float(count)
-        except OverflowError as error:
-            raise InputError(f"{self.name} returned a count that is too large: {error}") from None
-        if not 0 <= number < math.inf:
-            raise InputError(f"{self.name} returned the count {number}; legal: a number from 0")
+        except OverflowError:  # an integer that float64 cannot hold
+            number = math.inf
+        if number != 0 and not LEAST_COUNT <= number <= MOST_COUNT:
+            legal = f"0, or {LEAST_COUNT} to {MOST_COUNT}"
+            raise InputError(f"{self.name} returned the count {number}; legal: {legal}")
         return total, torch.tensor(number, dtype=torch.float64, device=device)

@@ -4,7 +4,7 @@ price (step time and memory) of a given layout, with explanations."""
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ptdmpi.base.errors import InputError
+from ptdmpi.base.errors import InputError, end_in_one_line
 from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import AdaptConfig
@@ -217,8 +217,10 @@ def plan(model: str, cluster: str, **options: Any) -> dict[str, Any]:
 
     `options` are options of the command, such as ranks=64, layout="t=8,p=4,d=2" or zero=3. Neither
     torch nor MPI is needed. Raises InputError in the same cases as `answer`, and TypeError for an
-    unknown option.
+    unknown option. After this call, an InputError that the program does not catch ends it with one
+    line and exit code 2.
     """
+    end_in_one_line()
     return answer(LayoutRequest(model, cluster, **options)).numbers
 
 

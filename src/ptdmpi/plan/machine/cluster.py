@@ -349,8 +349,8 @@ def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
     """Return the name of the preset in `text` (None if there is none), and the values that `text`
     gives for vocab_size and for keys of [model].
 
-    Raises InputError for an unknown preset, and for a part of `text` that is not of the form
-    KEY=VALUE.
+    Raises InputError for an unknown preset, for a part of `text` that is not of the form KEY=VALUE,
+    and for a key that is given twice.
     """
     parts = [part.strip() for part in text.split(",")]
     name = None if "=" in parts[0] else parts.pop(0)
@@ -365,8 +365,11 @@ def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
         key, equals, value = part.partition("=")
         if not equals:
             raise InputError(f'model {text}: "{part}" is not a size; write l=96,h=12288,a=96')
+        name_of_key = SHORT_KEYS.get(key, key)
+        if name_of_key in keys:
+            raise InputError(f"model {text}: {name_of_key} is given twice; legal: each key once")
         # a "+" separates the names of sublayers, because a comma separates keys
-        keys[SHORT_KEYS.get(key, key)] = value.split("+") if key == "sublayers" else _value(value)
+        keys[name_of_key] = value.split("+") if key == "sublayers" else _value(value)
     return name, keys
 
 

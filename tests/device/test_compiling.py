@@ -156,6 +156,12 @@ def test_a_run_that_began_without_a_measurement_stays_uncompiled(comm, tmp_path)
         assert times == [] and not is_compiled(made.engine.stages)
 
 
+def test_a_record_of_layers_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / agreement.FILE).mkdir()
+    text = agreement.keep_layers(tmp_path, DeviceChoice(compiled=True))
+    assert "kernels.json cannot be written: Is a directory; the run goes on" in text
+
+
 def test_the_record():
     assert agreement.stored(DeviceChoice(("flash",), compiled=True)) == {
         "attention": ["flash"],

@@ -286,3 +286,10 @@ def test_lost_records_are_warned_of(comm, tmp_path):
     assert "metrics.jsonl has no record of step 5, the newest is that of step 2" in log(
         tmp_path / "run"
     )
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines(keepends=True)
+    left = [line for line in lines if json.loads(line)["step"] != 1]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(left))
+    _run(comm, tmp_path, run__steps=7)
+    assert "metrics.jsonl lacks the records of 4 steps (the first is step 1): " in log(
+        tmp_path / "run"
+    )

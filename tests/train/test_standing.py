@@ -11,10 +11,10 @@ from ptdmpi.checkpoint.examine import newest
 from ptdmpi.commands.checkpoint import command
 from ptdmpi.config import InputError
 from ptdmpi.inference.stored import open_model
-from ptdmpi.lineage.attempts import attempts
+from ptdmpi.lineage.attempts import History, attempts
 from ptdmpi.model.output.losses import TASK, SummedLoss
 from ptdmpi.train.loop import Loop
-from ptdmpi.train.standing import Standing
+from ptdmpi.train.standing import Standing, standing_of
 from tests import _runs
 from tests._configs import small
 from tests.parallel import parallel
@@ -137,3 +137,54 @@ def test_they_need_validations(key):
         small({key: 2, "log.validate_every_steps": 5})
     with pytest.raises(InputError, match=r"needs log\.validate_every_steps above 0"):
         small({key: 2, "data.valid": "valid"})
+
+
+def _attempt(folder: Path, first: int, last: int | None, **settings) -> None:
+    """Record an attempt in the history; it is killed if `last` is None."""
+    config = {"checkpoint": {"resume": "auto"}, "data": {"valid": ["a"]}}
+    config |= {"log": {"validate_every_steps": 2}} | settings
+    history = History(folder)
+    values = {"how": "", "ranks": 1, "layout": "", "changed": [], "trained_on": {}}
+    history.begin(first=first, config=config, **values)
+    if last is not None:
+        history.end(last, "done")
+
+
+def _standing(folder: Path, steps: list[int], checks: list[int], step: int) -> Standing:
+    records = [{"step": step, "loss": 2.0} for step in steps]
+    records += [{"step": step, "validation_loss": 9.0 - step} for step in checks]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = small({"run.dir": str(folder), "run.steps": 99}, 1)
+    return standing_of(config, step)
+
+
+def test_records_that_are_missing_in_the_middle_are_lost(tmp_path):
+    """Only those that the history says were written: not those of another run, or not reached."""
+
+    def lost(steps: list[int], checks: list[int], step: int = 8) -> str:
+        return _standing(tmp_path, steps, checks, step).lost
+
+    eight = list(range(1, 9))
+    assert lost([1, 8], []) == ""  # an older version wrote no history
+    _attempt(tmp_path, 0, 8)
+    assert lost(eight, [2, 4, 6]) == ""  # a stop interrupts the validation after step 8
+    assert lost([1, 2, 4, 7, 8], [2, 4, 6, 8]) == "the records of 3 steps (the first is step 3)"
+    assert lost(eight, [6]) == "the records of 2 validations (the first is after step 2)"
+    assert lost([1, 2, 4], [2], 4) == "the records of 1 step (the first is step 3)"
+    _attempt(tmp_path, 4, None, log={"validate_every_steps": 0})
+    assert lost(eight, [2]) == ""
+    assert lost([4, 5, 7, 8], [2]) == "the records of 4 steps (the first is step 1)"
+    branch = {"checkpoint": {"resume": "elsewhere"}, "log": {"validate_every_steps": 3}}
+    _attempt(tmp_path, 20, None, **branch)
+    assert lost([*eight[:4], 21, 23, 24], [2, 24], 24) == (
+        "the records of 1 step (the first is step 22) and the records of 1 validation (the first "
+        "is after step 21)"
+    )
+    _attempt(tmp_path, 3, 30, log=[])  # damaged
+    assert lost([1, 8], []) == ""
+
+
+def test_the_order_of_records_does_not_matter(tmp_path):
+    standing = _standing(tmp_path, [4, 3, 2, 1], [4, 2], 4)
+    assert (standing.trained, standing.worse) == (4, 0)
+    assert standing.last is not None and standing.last.step == 4

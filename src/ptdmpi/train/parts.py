@@ -249,8 +249,9 @@ def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
         journal.say(f"skipped checkpoint {problem}")
     standing = parts.validation.standing
     is_own = not (parts.attempt.live or parts.saving.checkpoints.branches)
-    if is_own and standing.trained < parts.concluded:
-        journal.say(f"warning: {standing.lost_after(parts.config, parts.concluded)}")
+    if is_own:
+        for text in standing.warnings(parts.config, parts.concluded):
+            journal.say(f"warning: {text}")
     peak = agreed_peak_flops(parts.config, parts.axes, device)
     if peak is None:
         journal.say(f"no MFU: {why_no_peak(device, parts.config.precision.compute)}")

@@ -3,12 +3,14 @@ module does not import MPI, so that a dry run can use it.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError
+from ptdmpi.lineage.attempts import PastAttempt, attempts
 from ptdmpi.sinks.record import kept_records
 
 
@@ -34,6 +36,7 @@ class Standing:
     when this attempt of the run began. `tasks_step` is the newest step with recorded scores of
     tasks. A stop may have interrupted the validation or the evaluation of tasks after step
     `trained`; then `seen` has no validation of this step, or `tasks_step` is lower than `trained`.
+    `lost` lists records before step `trained` that are missing; it is empty if none is known to be.
     """
 
     stop_after_worse: int = 0
@@ -42,6 +45,7 @@ class Standing:
     worse: int = 0
     trained: int = 0
     tasks_step: int = 0
+    lost: str = ""
 
     @property
     def last(self) -> Validated | None:
@@ -98,30 +102,122 @@ class Standing:
             text += f" than {self.best.loss:.4f} of step {self.best.step}"
         return text
 
-    def lost_after(self, config: Config, step: int) -> str:
-        """Return a text that says which records of the run are lost, if the run has trained `step`
-        steps, but has records of fewer."""
-        return (
-            f"{Path(config.run.dir) / 'metrics.jsonl'} has no record of step {step}, the newest is "
-            f"that of step {self.trained}: run.stop_after_worse, checkpoint.keep_best and `ptdmpi "
-            "report` do not know the lost records"
-        )
+    def warnings(self, config: Config, step: int) -> list[str]:
+        """Return texts that say which records of the run are lost, if the run has trained `step`
+        steps."""
+        texts = []
+        if self.trained < step:
+            texts.append(f"has no record of step {step}, the newest is that of step {self.trained}")
+        if self.lost:
+            texts.append(f"lacks {self.lost}")
+        return [
+            f"{Path(config.run.dir) / 'metrics.jsonl'} {text}: run.stop_after_worse, "
+            "checkpoint.keep_best and `ptdmpi report` do not know the lost records"
+            for text in texts
+        ]
 
 
 def standing_of(config: Config, step: int) -> Standing:
     """Return the `Standing` of the run after step `step`. It is computed from the records in the
-    run directory."""
+    run directory. The order of the records does not matter."""
+    folder = Path(config.run.dir)
     standing = Standing(config.run.stop_after_worse, int(config.checkpoint.keep_best))
-    for record in kept_records(Path(config.run.dir) / "metrics.jsonl"):
-        if record["step"] > step:
+    validations: list[Validated] = []
+    trained = bytearray(step + 1)  # 1 at each step that has a record
+    for record in kept_records(folder / "metrics.jsonl"):
+        number = record["step"]
+        if not 0 <= number <= step:
             continue
         if isinstance(record.get("validation_loss"), float):
-            standing.take(record["step"], record["validation_loss"])
+            validations.append(Validated(number, record["validation_loss"]))
         elif "tasks" in record:
-            standing.tasks_step = record["step"]
+            standing.tasks_step = max(number, standing.tasks_step)
         elif "loss" in record:
-            standing.trained = record["step"]
+            trained[number] = 1
+    for validation in sorted(validations, key=lambda validation: validation.step):
+        standing.take(*validation)
+    standing.trained = max(trained.rfind(1), 0)
+    validated = {validation.step for validation in validations}
+    standing.lost = _lost(_steps_of(folder, step), trained[: standing.trained + 1], validated)
     return standing
+
+
+class _Trained(NamedTuple):
+    """The steps `first` to `last`, of which an earlier attempt of the run has written the newest
+    records, and the number of steps between its validations (0: none)."""
+
+    first: int
+    last: int
+    every: int
+
+
+def _steps_of(folder: Path, step: int) -> list[_Trained]:
+    """Return the steps up to `step` that earlier attempts of the run have trained and recorded in
+    the run directory `folder`, as far as the history says so. Steps of another run, from whose
+    checkpoint an attempt has resumed, are left out."""
+    try:
+        past = attempts(folder)
+    except OSError:
+        return []
+    if not all(map(_is_sound, past)):  # the history is damaged
+        return []
+    trained: list[_Trained] = []
+    end, follows = step, True
+    for attempt in reversed(past):
+        # the end of a killed attempt is not recorded, but it has trained the steps up to the
+        # checkpoint of its own from which the next attempt resumed
+        last = end if follows else attempt.first
+        if attempt.last is not None:
+            last = min(attempt.last, end)
+        if last > attempt.first:
+            trained.append(_Trained(attempt.first + 1, last, _validates_every(attempt)))
+        # the next attempt has removed the records after its first step
+        if attempt.first < end:
+            end = attempt.first
+            follows = attempt.config["checkpoint"]["resume"] == "auto"
+    return trained[::-1]
+
+
+def _is_sound(attempt: PastAttempt) -> bool:
+    """Return True if the values of an attempt that `_steps_of` reads have legal types."""
+    numbers = (attempt.first, attempt.first if attempt.last is None else attempt.last)
+    try:
+        return (
+            all(isinstance(number, int) and number >= 0 for number in numbers)
+            and isinstance(attempt.config["checkpoint"]["resume"], str)
+            and _validates_every(attempt) >= 0
+        )
+    except (KeyError, TypeError):
+        return False
+
+
+def _validates_every(attempt: PastAttempt) -> int:
+    """Return the number of steps between the validations of an attempt; 0 if it has validated at
+    most after its last step."""
+    config = attempt.config
+    return config["log"]["validate_every_steps"] if config["data"]["valid"] else 0
+
+
+def _lost(past: Sequence[_Trained], trained: bytearray, validated: set[int]) -> str:
+    """Return a text that lists the steps and validations of earlier attempts (`past`) that have no
+    record; "" if there are none. `trained` has a 1 at each step with a record, and ends at the
+    newest of these steps. `validated` has the steps after which a validation is recorded."""
+    steps: list[int] = []
+    checks: list[int] = []
+    for first, last, every in past:
+        last = min(last, len(trained) - 1)
+        steps += [step for step in range(first, last + 1) if not trained[step]]
+        if every:
+            # a stop may have interrupted the validation after the last step
+            due = range(-(-first // every) * every, last, every)
+            checks += [step for step in due if step not in validated]
+    texts = []
+    if steps:
+        texts.append(f"the records of {counted(len(steps), 'step')} (the first is step {steps[0]})")
+    if checks:
+        count = counted(len(checks), "validation")
+        texts.append(f"the records of {count} (the first is after step {checks[0]})")
+    return " and ".join(texts)
 
 
 def require_no_saves(config: Config) -> None:

@@ -100,11 +100,12 @@ def _on_device(choice: DeviceChoice) -> dict[str, list[str]]:
     return kept
 
 
-def keep_layers(folder: Path, choice: DeviceChoice) -> None:
-    """Add to the record of the run directory `folder` whether the layers are compiled. Only rank 0
-    calls this function."""
-    kept = {**(_kept(folder) or {}), LAYERS: _on_device(choice)[LAYERS]}
-    write_whole(folder / FILE, json.dumps(kept))
+def keep_layers(folder: Path, choice: DeviceChoice) -> str:
+    """Add to the record of the run directory `folder` whether the layers are compiled. Return a
+    warning if the record cannot be written, otherwise "". Only rank 0 calls this function."""
+    known = _kept(folder) or {}
+    kept = {**known, LAYERS: _on_device(choice)[LAYERS]}
+    return "" if kept == known else _not_written(folder / FILE, kept)
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
@@ -176,16 +177,15 @@ def agreed(
     """Return the kernels that all ranks of this run use on its device (`place`). All ranks must
     call `agreed`.
 
-    The kernels are read from the run directory `folder`, or else from `before`, the kernels that
-    the checkpoint of the run stores. A stored kernel is used again only if every rank has it;
+    The kernels are read from `before`, the kernels that the checkpoint of the run stores, or else
+    from the run directory `folder`. A stored kernel is used again only if every rank has it;
     otherwise the kernel that was fastest in the measurements is chosen. If `before` is None, stored
     kernels are ignored. The chosen kernels are stored in the run directory, and `say` prints one
     line with the kernels and the reasons.
     """
-    kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
     if before is not None:
-        known = kept_here or sound(before) or {}
+        known = _used_before(world, folder, place.device, before, say=say)
     if place.device.type == "cpu":
         settled = _on_hosts(world, place, known, say)
     else:
@@ -195,6 +195,48 @@ def agreed(
         if problem:
             say(problem)
     return settled.taken
+
+
+def _used_before(
+    world: "World",
+    folder: Path,
+    device: torch.device,
+    before: Stored,
+    *,
+    say: Callable[[str], None],
+) -> Stored:
+    """Return the kernels with which the run has computed so far on this type of device. The record
+    of the checkpoint (`before`) comes first, because the steps of the checkpoint were computed with
+    these kernels. Without such a record, return the record in the run directory `folder`, and
+    without both {}. `say` prints a line if the two records name different kernels."""
+    here = _if_for(device, world.on_root(lambda: _kept(folder)))
+    there = _if_for(device, sound(before))
+    if here and there and _differ(here, there):
+        say(f"{folder / FILE} names other kernels than the checkpoint; the checkpoint's are used")
+    return there or here
+
+
+def _if_for(device: torch.device, record: Stored | None) -> Stored:
+    """Return the record `record`, or {} if it is None or names attention kernels of another type
+    of device."""
+    if not record:
+        return {}
+    if device.type == "cpu":
+        is_foreign = any(name in BACKENDS for name in record.get("attention", ()))
+    else:
+        is_foreign = "attention" in read(record)
+    return {} if is_foreign else record
+
+
+def _differ(first: Stored, second: Stored) -> bool:
+    """Return True if two records for the same type of device name different kernels. An older
+    version has not stored all kinds of a host's kernels, so only the kinds in both are compared. On
+    other devices, a kind that is not stored is not used."""
+    chosen, other = read(first), read(second)
+    if chosen:
+        return any(chosen[kind] != other[kind] for kind in chosen.keys() & other.keys())
+    kinds = first.keys() | second.keys()
+    return any(list(first.get(kind, ())) != list(second.get(kind, ())) for kind in kinds)
 
 
 def _not_written(path: Path, kept: Stored) -> str:

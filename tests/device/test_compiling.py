@@ -148,6 +148,24 @@ def test_a_run_keeps_what_it_has_measured(comm, tmp_path):
 
 @pytest.mark.long
 @parallel(ranks=[1])
+def test_a_full_disk_does_not_end_a_run_that_has_measured(comm, tmp_path):
+    def full(path, *given):
+        raise OSError(28, "No space left on device", str(path))
+
+    disk = mock.patch.object(agreement, "write_whole", full)
+    with (
+        as_on_a_gpu(),
+        timed(20.0, 10.0),
+        disk,
+        loop(comm, tmp_path, STEPS | {"run.steps": 2}) as made,
+    ):
+        made.run()
+        assert is_compiled(made.engine.stages)
+    assert "kernels.json cannot be written: No space left on" in log(tmp_path / "run")
+
+
+@pytest.mark.long
+@parallel(ranks=[1])
 def test_a_run_that_began_without_a_measurement_stays_uncompiled(comm, tmp_path):
     with loop(comm, tmp_path, STEPS | {"run.steps": 2}) as made:
         made.run()

@@ -177,7 +177,9 @@ class Attempt:
             compile_layers(engine.stages, engine.axes.world, engine.device)
         choice = replace(choice, compiled=compiled)
         self.course.kernels = agreement.stored(choice)
-        self.world.on_root(lambda: agreement.keep_layers(self.path, choice))
+        problem = self.world.on_root(lambda: agreement.keep_layers(self.path, choice))
+        if problem:
+            say(problem)
         return choice
 
     def _measures_kernels(self, engine: Engine) -> bool:

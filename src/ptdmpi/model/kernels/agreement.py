@@ -100,11 +100,11 @@ def _on_device(choice: DeviceChoice) -> dict[str, list[str]]:
     return kept
 
 
-def keep_layers(folder: Path, choice: DeviceChoice) -> None:
-    """Add to the record of the run directory `folder` whether the layers are compiled. Only rank 0
-    calls this function."""
+def keep_layers(folder: Path, choice: DeviceChoice) -> str:
+    """Add to the record of the run directory `folder` whether the layers are compiled. Return a
+    warning if the record cannot be written, else "". Only rank 0 calls this function."""
     kept = {**(_kept(folder) or {}), LAYERS: _on_device(choice)[LAYERS]}
-    write_whole(folder / FILE, json.dumps(kept))
+    return _not_written(folder / FILE, kept)
 
 
 def offered(device: torch.device) -> tuple[str, ...]:

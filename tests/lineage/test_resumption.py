@@ -305,6 +305,25 @@ def test_other_validation_data_are_told(corpora):
     assert told.startswith("data.valid ") and told.endswith("/a/b")
 
 
+def test_the_new_default_of_compile_is_no_change_without_a_measurement(corpora):
+    """False was the default; a run that measured nothing stays uncompiled with "auto"."""
+    config, datasets = _start(corpora)
+    manifest = _manifest(_course(config, datasets))
+    manifest["settings"] = manifest["settings"] | {"run.compile": False}
+    message = ("run.compile False -> auto",)
+    for kernels, changed in (
+        ({"attention": ["flash"]}, ()),
+        (["flash"], ()),
+        ({"attention": ["flash"], "layers": ["compiled"]}, message),
+    ):
+        course = _course(config, datasets)
+        course.judge("resume", Path("step-5"), manifest | {"kernels": kernels})
+        assert course.answer.changed == changed, kernels
+    course = _course(config.replace("run", compile=True), datasets)
+    course.judge("resume", Path("step-5"), manifest)
+    assert course.answer.changed == ("run.compile False -> True",)
+
+
 def test_an_edited_graph_is_told(corpora, tmp_path):
     """Though it has the name that it had; and a file that changes while a run goes on is not."""
     edges = tmp_path / "edges"

@@ -7,7 +7,7 @@ here"`), and logs the change. After any other change, the run stops with a one-l
 the change and the legal values.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -46,7 +46,8 @@ RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 class Before:
     """The facts about a checkpoint that its manifest contains. `trained_on` is None if an older
     version of this program wrote the checkpoint. In this case, only `samples` and `seed` are known
-    about the checkpoint's data."""
+    about the checkpoint's data. `kernels` has the kinds of kernels that the checkpoint stores (see
+    `ptdmpi.model.kernels.stored`)."""
 
     path: Path
     step: int
@@ -55,6 +56,7 @@ class Before:
     model: Mapping[str, Any]
     settings: Mapping[str, Any]
     trained_on: TrainedOn | None
+    kernels: Collection[str] = ()
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "Before":
@@ -66,7 +68,10 @@ class Before:
             trained_on = TrainedOn.from_json(manifest.get("trained_on"))
         except ValueError as error:
             raise InputError(f"checkpoint {path}: {error}") from None
-        return cls(path, *numbers, manifest["model"], manifest.get("settings", {}), trained_on)
+        kept = manifest.get("kernels")
+        kernels = tuple(kept) if isinstance(kept, Mapping) else ()  # older versions: a list
+        known = manifest.get("settings", {})
+        return cls(path, *numbers, manifest["model"], known, trained_on, kernels)
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,11 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
     """Yield a text for each recorded setting that has changed. For a checkpoint of an older
     version, only settings of the section [model] are compared."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
+    never_measured = "layers" not in before.kernels
+    if never_measured and old.get("run.compile") is False and config.run.compile == "auto":
+        # False was the default in older versions. With "auto" the layers of a run that has measured
+        # nothing stay uncompiled, so nothing changes.
+        del old["run.compile"]
     for key, value in settings(config).items():
         if key == "model.vocab_size" and value == 0:
             # The value 0 means the size that the data needs. Do not compare this size here: if it

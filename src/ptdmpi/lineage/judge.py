@@ -27,6 +27,15 @@ FREE_TO_CHANGE = {
 # unchanged. `hidden` is first, because another hidden size also changes the default of `head_size`,
 # and an error must name the key that the user has changed.
 HEADS = ("hidden", "heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
+# keys of [model] that scale the angles of rotary positions
+ROPE_SCALING = {
+    "rope_scaling",
+    "rope_factor",
+    "rope_low_factor",
+    "rope_high_factor",
+    "rope_original_length",
+    "rope_attention_factor",
+}
 # Keys of [model] that may differ between the model with adapters and its base model. These are the
 # keys that may change between two starts, and three more. Adapters may be trained with another
 # sequence length than the base model. `kind` only sets the defaults of other keys. `vocab_size`
@@ -183,6 +192,10 @@ def _require_same_model(
     keys = sorted(keys, key=lambda key: key in DERIVED)
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
+    if config.model.positions != "rope":
+        # without rotary positions these keys have no effect, and an older version accepted values
+        # that are illegal now
+        keys = [key for key in keys if key not in ROPE_SCALING]
     for key in keys:
         stored = known.get(key, here[key])
         if stored != here[key]:

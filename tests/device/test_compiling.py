@@ -174,6 +174,31 @@ def test_a_run_that_began_without_a_measurement_stays_uncompiled(comm, tmp_path)
         assert times == [] and not is_compiled(made.engine.stages)
 
 
+@pytest.mark.long
+@parallel(ranks=[1])
+def test_a_run_that_cannot_compile_any_more_says_so_and_goes_on(comm, tmp_path):
+    with as_on_a_gpu():
+        with timed(20.0, 10.0), loop(comm, tmp_path, STEPS | {"run.steps": 2}) as made:
+            made.run()
+        lacks = mock.patch.object(compiler, "missing", lambda device: "triton")
+        with timed(20.0, 10.0), lacks, loop(comm, tmp_path, STEPS) as made:
+            made.run()
+            assert not is_compiled(made.engine.stages)
+        excluded = mock.patch.object(attempt, "may_compile", lambda config, device, ranks: False)
+        with excluded, loop(comm, tmp_path, STEPS | {"run.steps": 6}) as made:
+            made.run()
+            assert not is_compiled(made.engine.stages)
+        text = log(tmp_path / "run")
+        unlike = "layers not compiled, unlike before, so the bits of results change: "
+        assert text.count(unlike) == 2
+        assert f"{unlike}rank 0 has no triton" in text
+        assert f"{unlike}the settings exclude compiled layers" in text
+        with timed(20.0, 10.0) as times, loop(comm, tmp_path, STEPS | {"run.steps": 8}) as made:
+            made.run()
+            assert is_compiled(made.engine.stages) and times == []
+        assert text.count(unlike) == log(tmp_path / "run").count(unlike)
+
+
 def test_the_record():
     assert agreement.stored(DeviceChoice(("flash",), compiled=True)) == {
         "attention": ["flash"],

@@ -120,11 +120,6 @@ RULES = [
         'model.rope_theta = 1.0: rope_scaling = "yarn" needs more than 1',
     ),
     (
-        {"model.kind": "llama", "model.rope_scaling": "yarn", "model.rope_factor": 0.5},
-        1,
-        'model.rope_factor = 0.5: rope_scaling = "yarn" makes sequences longer',
-    ),
-    (
         {"model.kind": "gpt", "model.rope_scaling": "yarn"},
         1,
         'model.rope_scaling = "yarn" has no effect with model.positions = "learned"',

@@ -148,6 +148,24 @@ def test_a_run_keeps_what_it_has_measured(comm, tmp_path):
 
 @pytest.mark.long
 @parallel(ranks=[1])
+def test_a_full_disk_does_not_end_a_run_that_has_measured(comm, tmp_path):
+    def full(path, *given):
+        raise OSError(28, "No space left on device", str(path))
+
+    disk = mock.patch.object(agreement, "write_whole", full)
+    with (
+        as_on_a_gpu(),
+        timed(20.0, 10.0),
+        disk,
+        loop(comm, tmp_path, STEPS | {"run.steps": 2}) as made,
+    ):
+        made.run()
+        assert is_compiled(made.engine.stages)
+    assert "kernels.json cannot be written: No space left on" in log(tmp_path / "run")
+
+
+@pytest.mark.long
+@parallel(ranks=[1])
 def test_a_run_that_began_without_a_measurement_stays_uncompiled(comm, tmp_path):
     with loop(comm, tmp_path, STEPS | {"run.steps": 2}) as made:
         made.run()
@@ -160,6 +178,31 @@ def test_a_record_of_layers_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / agreement.FILE).mkdir()
     text = agreement.keep_layers(tmp_path, DeviceChoice(compiled=True))
     assert "kernels.json cannot be written: Is a directory; the run goes on" in text
+
+
+@pytest.mark.long
+@parallel(ranks=[1])
+def test_a_run_that_cannot_compile_any_more_says_so_and_goes_on(comm, tmp_path):
+    with as_on_a_gpu():
+        with timed(20.0, 10.0), loop(comm, tmp_path, STEPS | {"run.steps": 2}) as made:
+            made.run()
+        lacks = mock.patch.object(compiler, "missing", lambda device: "triton")
+        with timed(20.0, 10.0), lacks, loop(comm, tmp_path, STEPS) as made:
+            made.run()
+            assert not is_compiled(made.engine.stages)
+        excluded = mock.patch.object(attempt, "may_compile", lambda config, device, ranks: False)
+        with excluded, loop(comm, tmp_path, STEPS | {"run.steps": 6}) as made:
+            made.run()
+            assert not is_compiled(made.engine.stages)
+        text = log(tmp_path / "run")
+        unlike = "layers not compiled, unlike before, so the bits of results change: "
+        assert text.count(unlike) == 2
+        assert f"{unlike}rank 0 has no triton" in text
+        assert f"{unlike}the settings exclude compiled layers" in text
+        with timed(20.0, 10.0) as times, loop(comm, tmp_path, STEPS | {"run.steps": 8}) as made:
+            made.run()
+            assert is_compiled(made.engine.stages) and times == []
+        assert text.count(unlike) == log(tmp_path / "run").count(unlike)
 
 
 def test_the_record():

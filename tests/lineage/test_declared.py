@@ -23,7 +23,8 @@ KEYS = [(name, key) for name, section in Config.sections().items() for key in se
 def _start() -> Config:
     tree: dict[str, dict[str, Any]] = {
         "run": {"steps": 12},
-        "model": {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 8},
+        # with rotary positions, because the keys for them have no effect otherwise
+        "model": {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 8, "positions": "rope"},
         "batch": {"global_size": 4},
         "optimizer": {"groups": [{"names": ["*.bias"], "learning_rate_factor": 0.5}]},
         "data": {"train": [{"path": "a", "weight": 1}, {"path": "b", "weight": 2}]},

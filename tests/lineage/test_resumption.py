@@ -16,6 +16,7 @@ from ptdmpi.lineage.adapted import Base
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import settings
 from ptdmpi.lineage.trained_on import TrainedOn, begun
+from tests._configs import small
 
 DONE, STEPS, LENGTH = 5, 12, 8
 # What a second start may find, beside what the first one had.
@@ -68,6 +69,7 @@ def _start(corpora: Path, change: str = "refuse", **values) -> tuple[Config, lis
             "kv_heads": 2,
             "seq_length": LENGTH,
             "dropout": values.get("dropout", 0.0),
+            "positions": values.get("positions", "learned"),
         },
         "batch": {"global_size": values.get("global_size", 4)},
         "optimizer": {"learning_rate": values.get("learning_rate", 1e-3)},
@@ -261,6 +263,11 @@ OTHERS = {
     "mup_base_hidden": 4,
     "mup_base_head_size": 4,
 }
+ROPE_SCALING = {key for key in OTHERS if key.startswith("rope_")} - {
+    "rope_theta",
+    "rope_head_size",
+    "rope_mscale",
+}
 HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 
 
@@ -274,7 +281,7 @@ def test_adapters_stand_on_no_other_function_of_the_weights(corpora, has_task):
         config = config.model_copy(update={"task": task}).with_head()
     course, base = _course(config, datasets), Base("base", 64 * "0")
     free = {"kind", "vocab_size", "seq_length", "dropout", "attention_dropout", "init_std"}
-    free |= {"balance_coefficient", "z_loss_coefficient", "mtp_loss_coefficient"}
+    free |= {"balance_coefficient", "z_loss_coefficient", "mtp_loss_coefficient"} | ROPE_SCALING
     assert OTHERS.keys() == ModelConfig.model_fields.keys()
     course.stand_on(base, Path("step-5"), manifest, None)
     for key, value in OTHERS.items():
@@ -286,6 +293,22 @@ def test_adapters_stand_on_no_other_function_of_the_weights(corpora, has_task):
         message = f"step-5: it was trained with model.{key} = {value}, this run has {given}; legal:"
         with pytest.raises(InputError, match=re.escape(message)):
             course.stand_on(base, Path("step-5"), other, None)
+
+
+def test_scaled_angles_may_be_switched_off_where_no_angles_are_rotated(corpora):
+    """An older version accepted them with learned positions; they are illegal now."""
+    for positions in ("learned", "rope"):
+        config, datasets = _start(corpora, positions=positions)
+        course = _course(config, datasets)
+        for key in ROPE_SCALING:
+            manifest = _manifest(course)
+            manifest["model"][key] = OTHERS[key]
+            if positions == "learned":
+                course.judge("resume", Path("step-5"), manifest)
+                continue
+            with pytest.raises(InputError, match=rf"with model\.{key} = "):
+                course.judge("resume", Path("step-5"), manifest)
+    assert small({"model.kind": "llama", "model.rope_scaling": "llama3", "model.rope_factor": 0.5})
 
 
 def test_the_key_that_was_changed_is_named_and_not_its_consequence(corpora):
@@ -303,6 +326,25 @@ def test_other_validation_data_are_told(corpora):
     other.judge("resume", Path("step-5"), _manifest(first))
     (told,) = other.answer.changed
     assert told.startswith("data.valid ") and told.endswith("/a/b")
+
+
+def test_the_new_default_of_compile_is_no_change_without_a_measurement(corpora):
+    """False was the default; a run that measured nothing stays uncompiled with "auto"."""
+    config, datasets = _start(corpora)
+    manifest = _manifest(_course(config, datasets))
+    manifest["settings"] = manifest["settings"] | {"run.compile": False}
+    message = ("run.compile False -> auto",)
+    for kernels, changed in (
+        ({"attention": ["flash"]}, ()),
+        (["flash"], ()),
+        ({"attention": ["flash"], "layers": ["compiled"]}, message),
+    ):
+        course = _course(config, datasets)
+        course.judge("resume", Path("step-5"), manifest | {"kernels": kernels})
+        assert course.answer.changed == changed, kernels
+    course = _course(config.replace("run", compile=True), datasets)
+    course.judge("resume", Path("step-5"), manifest)
+    assert course.answer.changed == ("run.compile False -> True",)
 
 
 def test_an_edited_graph_is_told(corpora, tmp_path):

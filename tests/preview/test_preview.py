@@ -96,10 +96,9 @@ def test_no_value_of_the_configuration_controls_the_terminal(corpus, capsys):
 
 
 def test_shards_with_remarks_are_said_to_be_unread(corpus):
-    forecast = preview(configured(corpus), ONE)
-    forecast["remarks"] = ["shards: log-probabilities of a model"]
-    text = " ".join(as_text(forecast).split())
-    assert "log-probabilities of a model; opened, but not read through; to do that: ptdmpi-" in text
+    forecast = preview(configured(corpus), ONE) | {"remarks": ["log-probabilities of a model"]}
+    text = "of a model; opened, but not read through; to do that: ptdmpi-data verify"
+    assert text in " ".join(as_text(forecast).split())
 
 
 def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):

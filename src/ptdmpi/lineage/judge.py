@@ -7,7 +7,7 @@ here"`), and logs the change. After any other change, the run stops with a one-l
 the change and the legal values.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +27,15 @@ FREE_TO_CHANGE = {
 # unchanged. `hidden` is first, because another hidden size also changes the default of `head_size`,
 # and an error must name the key that the user has changed.
 HEADS = ("hidden", "heads", "kv_heads", "head_size", "mup_base_hidden", "mup_base_head_size")
+# keys of [model] that scale the angles of rotary positions
+ROPE_SCALING = {
+    "rope_scaling",
+    "rope_factor",
+    "rope_low_factor",
+    "rope_high_factor",
+    "rope_original_length",
+    "rope_attention_factor",
+}
 # Keys of [model] that may differ between the model with adapters and its base model. These are the
 # keys that may change between two starts, and three more. Adapters may be trained with another
 # sequence length than the base model. `kind` only sets the defaults of other keys. `vocab_size`
@@ -46,7 +55,8 @@ RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 class Before:
     """The facts about a checkpoint that its manifest contains. `trained_on` is None if an older
     version of this program wrote the checkpoint. In this case, only `samples` and `seed` are known
-    about the checkpoint's data."""
+    about the checkpoint's data. `kernels` has the kinds of kernels that the checkpoint stores (see
+    `ptdmpi.model.kernels.stored`)."""
 
     path: Path
     step: int
@@ -55,6 +65,7 @@ class Before:
     model: Mapping[str, Any]
     settings: Mapping[str, Any]
     trained_on: TrainedOn | None
+    kernels: Collection[str] = ()
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "Before":
@@ -66,7 +77,10 @@ class Before:
             trained_on = TrainedOn.from_json(manifest.get("trained_on"))
         except ValueError as error:
             raise InputError(f"checkpoint {path}: {error}") from None
-        return cls(path, *numbers, manifest["model"], manifest.get("settings", {}), trained_on)
+        kept = manifest.get("kernels")
+        kernels = tuple(kept) if isinstance(kept, Mapping) else ()  # older versions: a list
+        known = manifest.get("settings", {})
+        return cls(path, *numbers, manifest["model"], known, trained_on, kernels)
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,10 @@ def _require_same_model(
     keys = sorted(keys, key=lambda key: key in DERIVED)
     # if an older checkpoint does not record a key, the key had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
+    if config.model.positions != "rope":
+        # without rotary positions these keys have no effect, and an older version accepted values
+        # that are illegal now
+        keys = [key for key in keys if key not in ROPE_SCALING]
     for key in keys:
         stored = known.get(key, here[key])
         if stored != here[key]:
@@ -207,6 +225,11 @@ def _changed_settings(before: Before, config: Config) -> Iterator[str]:
     """Yield a text for each recorded setting that has changed. For a checkpoint of an older
     version, only settings of the section [model] are compared."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
+    never_measured = "layers" not in before.kernels
+    if never_measured and old.get("run.compile") is False and config.run.compile == "auto":
+        # False was the default in older versions. With "auto" the layers of a run that has measured
+        # nothing stay uncompiled, so nothing changes.
+        del old["run.compile"]
     for key, value in settings(config).items():
         if key == "model.vocab_size" and value == 0:
             # The value 0 means the size that the data needs. Do not compare this size here: if it

@@ -84,8 +84,7 @@ def preview(
     pricer = pricer_of(config, vocab_size, named) if named else None
     price = pricer.price(config.layout) if pricer else None
     room = _room(config, vocab_size, ranks, pricer)
-    memory = _memory(room)
-    checkpoint = _checkpoint(config, vocab_size)
+    memory, checkpoint = _memory(room), _checkpoint(config, vocab_size)
     forecast: dict[str, Any] = {
         "run": config.run.name,
         "directory": config.run.dir,
@@ -116,8 +115,8 @@ def preview(
         "batch": first_samples(config, source, course, step=first, vocab_size=vocab_size),
     }
     if memory["fits"] is False:
-        explained = relief.explain(room.step, memory["capacity_bytes"])
-        forecast["mistake"] = f"the model does not fit into memory\n{explained}"
+        why = relief.explain(room.step, memory["capacity_bytes"])
+        forecast["mistake"] = f"the model does not fit into memory\n{why}"
     elif not checkpoint["fits"]:
         forecast["mistake"] = (
             f"a checkpoint needs {file_size(checkpoint['bytes'])}, {config.run.dir} has "

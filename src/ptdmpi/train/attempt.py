@@ -18,7 +18,7 @@ from ptdmpi.config import Config, InputError, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import said_at_start
 from ptdmpi.engine.engine import Engine
-from ptdmpi.engine.prepare.compiling import compile_layers, may_compile, measured
+from ptdmpi.engine.prepare.compiling import compile_layers, lacking, may_compile, measured
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import agreement
@@ -34,6 +34,9 @@ from ptdmpi.train.live import Handover
 from ptdmpi.train.records.arithmetic import agree
 from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 from ptdmpi.train.standing import require_no_saves
+
+# the beginning of the line about a run that cannot use compiled layers any more
+NO_LONGER = "layers not compiled, unlike before, so the bits of results change"
 
 
 def _measured(config: Config) -> Entries:
@@ -135,9 +138,10 @@ class Attempt:
         `say` is a function that prints a line.
         """
         if not self.idle:
+            run = self.config.run
             compute = data_types(self.config.precision.compute).compute
             place = RunPlace(engine.device, compute, self.own)
-            before = None if self.config.run.kernels == "anew" else self.course.kernels
+            before = None if run.kernels == "anew" else self.course.kernels
             if self._measures_kernels(engine):
                 sizes = sizes_of(self.config, engine.vocab_size)
                 own = measured_here(self.world, engine.axes, sizes, compute, say=say)
@@ -153,6 +157,8 @@ class Attempt:
             if may_compile(self.config, engine.device, self.world.size):
                 assert isinstance(self.choice, DeviceChoice)
                 self.choice = self._with_layers(engine, self.choice, say)
+            elif isinstance(agreed, DeviceChoice) and agreed.compiled and run.compile == "auto":
+                say(f"{NO_LONGER}: the settings exclude compiled layers")
 
     def _with_layers(
         self, engine: Engine, choice: DeviceChoice, say: Callable[[str], None]
@@ -161,7 +167,8 @@ class Attempt:
         return `choice` with this decision. At the first start of a run, and with `run.kernels` =
         "anew", all ranks measure whether compiled layers are faster. The run directory and the
         checkpoints store the result for later starts. If a resumed run has no stored result, its
-        layers are not compiled."""
+        layers are not compiled. If a rank lacks the compiler, the layers are not compiled in this
+        attempt, but the stored result remains."""
         compiled = choice.compiled
         if compiled is None and self.first and self.config.run.kernels != "anew":
             return choice
@@ -173,7 +180,10 @@ class Attempt:
                 )
             engine.buffer.gradients.zero_()
             say(f"layers {'compiled' if compiled else 'not compiled'}: {why}")
-        if compiled:
+        lacks = lacking(engine.axes.world, engine.device) if compiled else ""
+        if lacks:
+            say(f"{NO_LONGER}: {lacks}")
+        elif compiled:
             compile_layers(engine.stages, engine.axes.world, engine.device)
         choice = replace(choice, compiled=compiled)
         self.course.kernels = agreement.stored(choice)

@@ -55,11 +55,6 @@ def _rope_rules(model: ModelConfig) -> Iterator[str]:
                 f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
                 f"{model.rope_high_factor}"
             )
-        if model.rope_factor < 1.0:
-            yield (
-                f"model.rope_factor = {model.rope_factor}: {scaling} makes sequences longer, and "
-                "needs 1 or more"
-            )
     if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
         yield f"model.rope_theta = {model.rope_theta}: {scaling} needs more than 1"
     if model.rope_mscale and model.rope_scaling != "yarn":

@@ -58,9 +58,9 @@ def compile_if_asked(
 def compile_layers(stages: Mapping[int, Stage], world: Communicator, device: torch.device) -> None:
     """Prepare each layer so that it is compiled when it is first computed. Raise SharedInputError
     on all ranks if a rank has no compiler."""
-    lacking = _lacking(world, device)
-    if lacking:
-        raise SharedInputError(f"layers cannot be compiled: {lacking}; legal: run.compile = false")
+    lacks = lacking(world, device)
+    if lacks:
+        raise SharedInputError(f"layers cannot be compiled: {lacks}; legal: run.compile = false")
     for block in _blocks(stages):
         block.compiled_by(compiler.BACKEND)
 
@@ -83,9 +83,9 @@ def measured(
     """
     bench = Bench(world, device, world.size)
     bench.over = max
-    lacking = _lacking(world, device)
-    if lacking:
-        return Decision(False, lacking)
+    lacks = lacking(world, device)
+    if lacks:
+        return Decision(False, lacks)
     blocks = _blocks(stages)
     work = _work(next(iter(stages.values())), blocks[0]) if blocks else _nothing
     uses = int(bench.agreed(len(blocks))) * passes
@@ -141,7 +141,7 @@ def _work(stage: Stage, block: Block) -> Callable[[], None]:
     return work
 
 
-def _lacking(world: Communicator, device: torch.device) -> str:
+def lacking(world: Communicator, device: torch.device) -> str:
     """Return which tool of torch's compiler the first rank lacks that lacks one; "" if every rank
     can compile. All ranks must call this function."""
     for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):

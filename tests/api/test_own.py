@@ -41,6 +41,8 @@ from tests._own import (
     even,
     huge,
     immense,
+    many,
+    many_in_half,
     negative,
     no_number,
     no_tokens,
@@ -229,6 +231,13 @@ def test_an_object_that_is_no_dataset_is_refused(monkeypatch, changes, text):
     with pytest.raises(InputError, match=text) as error:
         OwnDataset(name_of(Given), 16)
     assert "\n" not in str(error.value)
+
+
+@parallel(ranks=[1])
+def test_the_count_of_a_sum_in_half_precision_is_exact(comm):
+    """A count of 1e5 is infinite in float16."""
+    (half, *_), (full, *_) = (trained(comm, {"run.loss": name_of(x)}) for x in (many_in_half, many))
+    assert half == close([full], rel=1e-2)[0]
 
 
 @parallel(ranks=[1])

@@ -203,7 +203,7 @@ class OwnLoss:
         if logits.requires_grad and not total.requires_grad:
             raise InputError(f"{self.name} returned a sum that has no gradient")
         total = _CountedOnce.apply(total, self.tensor.size)
-        return {TASK: total, COUNT: count.to(total.dtype)}
+        return {TASK: total, COUNT: count.to(torch.promote_types(total.dtype, torch.float32))}
 
     def _checked(self, result: Any, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the user's `result`: the sum, a scalar tensor, and the count, a scalar tensor in

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from ptdmpi.comm.world import World
-from ptdmpi.config import InputError, with_values
+from ptdmpi.config import InputError, SharedInputError, with_values
 from ptdmpi.train.hooks import Hook, Hooks
 from ptdmpi.train.run import Launch, Run
 from ptdmpi.watch.requests import StopRequest
@@ -242,6 +242,29 @@ def test_arguments_of_a_wrong_kind_are_refused(given, text):
         Run(*given, launch=launch)
     with pytest.raises(InputError, match="launch is of the type int; legal: a Launch"):
         Run({}, launch=3)
+
+
+@parallel(ranks=[3])
+def test_arguments_that_differ_between_ranks_are_refused(comm):
+    """Each rank would train with those of rank 0, and say nothing."""
+    launch = Launch(World(comm), StopRequest())
+    same = [{"run": {"steps": 2}}, {"run.steps": 2, "run.seed": 1}, {}]
+    for name, place, other in (
+        ("configuration", 0, {"run": {"steps": 3}}),
+        ("settings", 1, {"run.steps": 3}),
+        ("loss, data or optimizer", 2, {"loss": losses}),
+        ("hooks", 2, {"hooks": [Noted()]}),
+    ):
+        given = list(same)
+        if comm.rank == 1:
+            given[place] = other
+        elif comm.rank == 2:  # the order of keys does not matter
+            given[1] = dict(reversed(given[1].items()))
+        text = f"Run has another {name} on rank 1 than on rank 0; legal: the same"
+        if name.endswith("s"):
+            text = text.replace("another", "other")
+        with pytest.raises(SharedInputError, match=text):
+            Run(*given[:2], launch=launch, **given[2])
 
 
 @parallel(ranks=[1])

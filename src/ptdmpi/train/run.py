@@ -2,6 +2,8 @@
 training step."""
 
 import contextlib
+import hashlib
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,8 +78,9 @@ class Run:
         and save, and when the training stops. `launch` is for a caller that has already initialized
         the ranks and handles signals. Without `launch`, the run uses all ranks, and handles signals
         until its end. Raises InputError, on all ranks, if the run cannot begin, and outside the
-        main thread, where Python cannot handle signals. If a rank does not catch an exception, all
-        ranks are ended.
+        main thread, where Python cannot handle signals. All ranks must pass the same arguments, and
+        hooks of the same classes; other arguments are refused. If a rank does not catch an
+        exception, all ranks are ended.
         """
         self._closed = self._iterated = False
         self._owns_launch = launch is None
@@ -90,6 +93,7 @@ class Run:
         try:
             world = self._launch.world
             named = _named(loss, data, optimizer)
+            _require_same(world, config, settings, named, hooks=hooks)
             tree = world.on_root(
                 lambda: with_values(_tree(config), {**named, **_of_settings(settings)})
             )
@@ -255,6 +259,40 @@ def _all_ranks() -> Launch:
     world = World()
     end_together(world)
     return Launch(world, signals)
+
+
+def _require_same(
+    world: World, config: object, settings: object, named: object, *, hooks: object
+) -> None:
+    """Raise InputError, on every rank, if a rank has other arguments of `Run` than rank 0, because
+    the run would use those of rank 0. `named` has the names of the user's own objects."""
+    arguments = {
+        "configuration": config,
+        "settings": settings,
+        "loss, data or optimizer": named,
+        "hooks": [str(type(hook)) for hook in hooks] if isinstance(hooks, list | tuple) else "",
+    }
+    if world.size == 1:
+        return
+    own = [hashlib.sha256(_text_of(value).encode()).digest() for value in arguments.values()]
+    everyone = world.control.allgather(own)
+    for rank, other in enumerate(everyone):
+        for name, first, mine in zip(arguments, everyone[0], other, strict=True):
+            if first != mine:
+                word = "other" if name.endswith("s") else "another"
+                raise SharedInputError(
+                    f"ptdmpi.Run has {word} {name} on rank {rank} than on rank 0; legal: the same "
+                    "arguments on all ranks, and hooks of the same classes in the same order"
+                )
+
+
+def _text_of(value: object) -> str:
+    """Return a text that is the same for equal values, also if the keys of dictionaries have
+    another order."""
+    try:
+        return json.dumps(value, sort_keys=True, default=str)
+    except (TypeError, ValueError, RecursionError):  # such arguments are refused later
+        return str(type(value))
 
 
 def _named(loss: Any, data: Any, optimizer: Any) -> dict[str, Any]:

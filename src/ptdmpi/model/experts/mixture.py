@@ -20,6 +20,7 @@ ascending order of ranks.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from ptdmpi.model.experts.exchange import Dispatch, ExpertAxis, RowCounts
 from ptdmpi.model.experts.routing import Chosen, Routing, Segment, SequenceLoads
 from ptdmpi.model.experts.tokens import TensorTokens
 from ptdmpi.model.kernels import Computing, Kernels
-from ptdmpi.model.kernels.activation import ActivationFunction
+from ptdmpi.model.kernels.activation import ActivationFunction, GeluForm, chunk_rows
 from ptdmpi.model.parameters import Parameter, declare
 from ptdmpi.model.tensor_parallel import LinearPass, TensorAxis
 from ptdmpi.plan.layer.experts import MixExperts
@@ -43,6 +44,9 @@ from ptdmpi.plan.layout.grid import EXPERT_AXES, SAME_EXPERTS
 
 # The number of outputs of an expert's first linear whose activation a CPU computes at once.
 AT_ONCE = 1 << 16
+# A multiple of the number of elements that PyTorch's kernels on a CPU compute in one iteration.
+# This number is at most 64: two registers of 64 bytes in a 16-bit type (torch 2.13).
+VECTORS = 64
 
 
 class Router(nn.Module):
@@ -178,8 +182,10 @@ class MixturePass:
             y = self.kernels.linear(x, up.weight)
             of_up = up.add_adapters(y, x)
             inner, here = y.new_empty(len(y), down.weight.shape[1]), weights[pairs]
-            for part in _few_rows(y):
-                torch.mul(self.function.of(y[part], self.kernels), here[part], out=inner[part])
+            form = self.function.form(y, self.kernels)
+            for part in _few_rows(y, inner, form):
+                activated = self.function.of(y[part], self.kernels, form)
+                torch.mul(activated, here[part], out=inner[part])
             result = self.kernels.linear(inner, down.weight)
             of_down = down.add_adapters(result, inner)
             # an expert gets each row at most once, so each `index_add_` adds at most one value to a
@@ -224,9 +230,9 @@ class MixturePass:
             ups = [adapter.up(dy_rows) for adapter in down.adapters]
             by_inner = down.input_gradient(dy_rows, ups)
             by_up, inner, here = torch.empty_like(y), torch.empty_like(by_inner), flat[pairs]
-            by_here = torch.empty_like(here)
-            for part in _few_rows(y):
-                again, by_part = self.function.again(y[part], self.kernels), by_inner[part]
+            by_here, form = torch.empty_like(here), self.function.form(y, self.kernels)
+            for part in _few_rows(y, inner, form):
+                again, by_part = self.function.again(y[part], self.kernels, form), by_inner[part]
                 products = widened(by_part) * again.result
                 torch.sum(products, -1, keepdim=True, out=by_here[part])
                 torch.mul(again.result, here[part], out=inner[part])
@@ -276,11 +282,22 @@ class MixturePass:
         return self.kernels.input_gradient(by_logits, widened(weight)).to(weight.dtype)
 
 
-def _few_rows(y: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of y [n, width]. On a CPU a slice has about AT_ONCE elements, which
-    stay in the caches of a core while several operations compute them one after the other. On other
-    devices one slice has all rows."""
-    step = max(1, AT_ONCE // y.shape[1]) if y.device.type == "cpu" else len(y)
+def _few_rows(y: Tensor, inner: Tensor, form: GeluForm) -> Iterator[slice]:
+    """Yield slices of the rows of y [n, width] and of their activations `inner` [n, w]. On a CPU a
+    slice has about AT_ONCE elements of y, or the rows of a chunk if GELU is computed by a sigmoid.
+    They stay in the caches of a core while several operations compute them one after the other. On
+    other devices one slice has all rows.
+
+    The results have the bits of one slice with all rows. On a CPU the last elements of a tensor can
+    have other bits if they do not fill a vector register. For PyTorch's operations a slice
+    therefore has a multiple of VECTORS elements. The other implementation computes all rows in
+    the same chunks."""
+    step = len(y)
+    if y.device.type == "cpu" and form == "sigmoid":
+        step = chunk_rows(inner.shape[1])
+    elif y.device.type == "cpu":
+        whole = VECTORS // math.gcd(VECTORS, inner.shape[1])
+        step = max(1, AT_ONCE // y.shape[1] // whole) * whole
     for first in range(0, len(y), step):
         yield slice(first, first + step)
 

@@ -13,7 +13,7 @@ values fit into the caches of the processor. Each result is rounded once.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,14 +39,36 @@ LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 # less than 1, before it is saved.
 SHRUNK = 0.875
 
+# an implementation of an activation: PyTorch's operations, or the second implementation of GELU
+GeluForm = Literal["library", "sigmoid"]
 
-def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
+
+def gelu_form(x: Tensor, activation: str, kernels: Kernels) -> GeluForm:
+    """Return the implementation for the activation of x (see `gelu`, `gated`). It depends on the
+    size of x, and determines the bits of the results. If the rows of x are divided among several
+    calls of `gelu` or `gated`, pass them the implementation for the whole x."""
+    if activation not in ("gelu", "geglu"):
+        return "library"
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() < LEAST_ELEMENTS:
+        return "library"
+    return kernels.chosen("cpu", x.dtype).gelu
+
+
+def chunk_rows(width: int) -> int:
+    """Return the number of rows in a chunk of a tensor [..., width] whose GELU is computed by the
+    second implementation."""
+    return max(1, CHUNK_ELEMENTS // max(1, width))
+
+
+def gelu(
+    x: Tensor, activation: str, kernels: Kernels = USUAL, *, form: GeluForm | None = None
+) -> Tensor:
     """Return GELU of x, with the shape of x (Hendrycks and Gimpel 2016, arXiv 1606.08415). The
     result is GELU's tanh form, as in GPT-2, or for "gelu_exact" the form with the error function,
-    as in BERT."""
+    as in BERT. `form` is the implementation of the tanh form; None means `gelu_form` of x."""
     if activation == "gelu_exact":
         return F.gelu(x)
-    if not _by_sigmoid(x, kernels):
+    if (form or gelu_form(x, activation, kernels)) == "library":
         return F.gelu(x, approximate="tanh")
     if x.requires_grad and torch.is_grad_enabled():
         return _Gelu.apply(x)
@@ -60,26 +82,22 @@ def gelu_with_bias(x: Tensor, bias: Parameter, activation: str) -> Tensor:
     return y
 
 
-def gated(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
+def gated(
+    x: Tensor, activation: str, kernels: Kernels = USUAL, *, form: GeluForm | None = None
+) -> Tensor:
     """Return act(gate) * value, [..., f], for x [..., 2 f], which has the gate and the value as its
     two halves (Shazeer 2020).
 
-    `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form).
+    `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form; for `form` see `gelu`).
     """
     if kernels.by_triton("gated"):
         return _FusedGated.apply(x, activation)
-    if activation == "swiglu" or not _by_sigmoid(x, kernels):
+    if (form or gelu_form(x, activation, kernels)) == "library":
         return _Gated.apply(x, activation)
     if x.requires_grad and torch.is_grad_enabled():
         return _GatedBySlopes.apply(x)
     gate, value = x.chunk(2, dim=-1)
     return _opened_by_sigmoid(gate).mul_(value)
-
-
-def _by_sigmoid(x: Tensor, kernels: Kernels) -> bool:
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() < LEAST_ELEMENTS:
-        return False
-    return kernels.chosen("cpu", x.dtype).gelu == "sigmoid"
 
 
 def _opened_by_sigmoid(x: Tensor) -> Tensor:
@@ -126,7 +144,7 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
     in `results`."""
     rows = x.flatten(0, -2)
     lines = [result.view(-1, result.shape[-1]) for result in results]
-    step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
+    step = chunk_rows(x.shape[-1])
     wide = torch.promote_types(x.dtype, torch.float32)
     room = list(torch.empty(4, min(step, len(rows)), x.shape[-1], dtype=wide))
     for first in range(0, len(rows), step):
@@ -303,21 +321,27 @@ class Again(NamedTuple):
 @dataclass(frozen=True)
 class ActivationFunction:
     """The activation `name` of an MLP, such as GELU, [..., w] -> [..., w], or, if `is_gated` is
-    True, a gated unit, [..., 2 w] -> [..., w] (Shazeer 2020, arXiv 2002.05202)."""
+    True, a gated unit, [..., 2 w] -> [..., w] (Shazeer 2020, arXiv 2002.05202). For the argument
+    `form` of the methods see `gelu`."""
 
     name: str
     is_gated: bool
 
-    def of(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def form(self, x: Tensor, kernels: Kernels) -> GeluForm:
+        """Return the implementation for x (see `gelu_form`)."""
+        return gelu_form(x, self.name, kernels)
+
+    def of(self, x: Tensor, kernels: Kernels, form: GeluForm | None = None) -> Tensor:
         """Return the activations of x, [..., w]."""
         if self.is_gated:
-            return gated(x, self.name, kernels)
-        return gelu(x, self.name, kernels)
+            return gated(x, self.name, kernels, form=form)
+        return gelu(x, self.name, kernels, form=form)
 
-    def again(self, x: Tensor, kernels: Kernels) -> Again:
+    def again(self, x: Tensor, kernels: Kernels, form: GeluForm | None = None) -> Again:
         """Return the activations of x, and the function that computes the gradient of x. Both use
         the same activation of the gate, which `_Gated` would compute twice."""
-        if self.is_gated and not kernels.by_triton("gated"):
+        form = form or self.form(x, kernels)
+        if self.is_gated and form == "library" and not kernels.by_triton("gated"):
             gate, value = x.chunk(2, dim=-1)
             opened = _opened(gate, self.name)
 
@@ -329,7 +353,7 @@ class ActivationFunction:
             return Again(opened * value, write_gradient)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            y = self.of(leaf, kernels)
+            y = self.of(leaf, kernels, form)
         return Again(y.detach(), lambda dx, dy: dx.copy_(torch.autograd.grad(y, leaf, dy)[0]))
 
 

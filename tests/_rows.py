@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels import Kernels, host
 from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.plan.layer.account import FusedAttention, MatrixProduct
 from ptdmpi.plan.layer.products import Multiply
@@ -137,6 +137,8 @@ class Counted:
 
     def __init__(self, comm) -> None:
         self.comm = comm
+        for dtype in host.FUSED_TYPES:  # the host tries a small product once, which must not count
+            host.has_fused(dtype)
         # gradients of weights are added in place, which the counter does not know
         in_place = {
             torch.ops.aten.addmm_: _added_flops,

@@ -170,7 +170,7 @@ def ratios(results):
 
 def test_a_round_of_all_sides_gives_each_peer_its_result(contest):
     contest.run(3, math.inf)
-    results = contest.results(3)
+    results = contest.results()
     assert ratios(results) == [("torch", 4.0), ("deepspeed", 2.0), ("ptdmpi", 1.0)]
     assert Turns.rows == ["d=2,zero=1"] * 3 + ["d=2"]
     assert {len(each.rounds) for each in results} == {3}
@@ -179,14 +179,14 @@ def test_a_round_of_all_sides_gives_each_peer_its_result(contest):
 
 def test_a_row_whose_time_is_over_has_one_round_all_the_same(contest):
     contest.run(3, 0.0)
-    assert {len(each.rounds) for each in contest.results(3)} == {1}
+    assert {len(each.rounds) for each in contest.results()} == {1}
 
 
 @pytest.mark.parametrize("how", ["fails", "strange"])
 def test_who_fails_or_computes_something_else_is_out(monkeypatch, contest, how):
     monkeypatch.setattr(Turns, how, "torch")
     contest.run(3, math.inf)
-    assert ratios(contest.results(3)) == [("deepspeed", 2.0), ("ptdmpi", 1.0)]
+    assert ratios(contest.results()) == [("deepspeed", 2.0), ("ptdmpi", 1.0)]
     assert len(contest.out) == 1
     assert contest.out[0].startswith("d2zero1-fp32, torch: out: ")
 
@@ -194,7 +194,7 @@ def test_who_fails_or_computes_something_else_is_out(monkeypatch, contest, how):
 def test_rounds_that_were_done_when_all_time_was_over_count(monkeypatch, contest):
     monkeypatch.setattr(Turns, "ends", 3)  # the first warms up
     contest.run(5, math.inf)
-    assert {len(each.rounds) for each in contest.results(5)} == {2}
+    assert {len(each.rounds) for each in contest.results()} == {2}
     monkeypatch.setattr(Turns, "ends", 1)
     with pytest.raises(TimeIsOver):
         bench.Contest(contest.row, contest.against, 0.0).run(5, math.inf)

@@ -41,15 +41,15 @@ NUMBERS = torch.tensor([[0] * 7 + [1] * 17, [0] * 20 + [1] * 4])
 
 class Multiplying(Kernels):
     """Kernels that multiply half types in one way on every processor: in their own type, or, if
-    `widens`, in float32."""
+    `in_float32`, in float32."""
 
-    def __init__(self, widens: bool) -> None:
+    def __init__(self, in_float32: bool) -> None:
         super().__init__()
-        self._widens = widens
+        self.in_float32 = in_float32
 
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
         """Return True if products of this type are computed in float32."""
-        return self._widens and dtype in HALF_TYPES
+        return self.in_float32 and dtype in HALF_TYPES
 
 
 class Core:

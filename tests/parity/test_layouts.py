@@ -63,7 +63,9 @@ def test_every_legal_pair_of_settings_is_covered():
 def test_no_legal_case_of_the_models_has_a_pair_of_effects_that_is_not_covered(layout, model):
     nearest = min(
         layouts.models(),
-        key=lambda known: sum(a != b for a, b in zip(vars(known).values(), model, strict=True)),
+        key=lambda known: sum(
+            vars(known)[name] != value for name, value in zip(MODEL_FACTORS, model, strict=True)
+        ),
     )
     case = Case(ComparedLayout(**dict(zip(LAYOUT_FACTORS, layout, strict=True))), nearest)
     if refusal(case, layouts.MOST_RANKS) is None:
@@ -123,7 +125,8 @@ def test_all_pairs_of_a_model_occur_in_few_models():
         for a, b in itertools.combinations(MODEL_FACTORS, 2)
         for x, y in itertools.product(MODEL_FACTORS[a], MODEL_FACTORS[b])
     }
-    assert {pair for model in known for pair in pairs(vars(model))} == expected
+    factors = [{name: vars(model)[name] for name in MODEL_FACTORS} for model in known]
+    assert {pair for values in factors for pair in pairs(values)} == expected
     assert len(known) <= 8
 
 

@@ -57,6 +57,7 @@ NEEDS: dict[str | tuple[str, Any], Changes] = {
     ("model.kind", "deepseek"): LATENT,
     ("model.router_normalize", False): EXPERTS,
     "model.balance": EXPERTS,
+    "model.rope_scaling": {"model.positions": "rope"},
     ("task.kind", "classification"): {"task.labels": ["no", "yes"]},
     ("task.kind", "choice"): {"task.choices": 2},
     ("preference.method", "dpo"): {"data.document_boundaries": True},

@@ -1,6 +1,7 @@
 """Hooks: objects that a user's program adds to a run. The run calls the methods of a hook at
 certain points, for example after each step."""
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,14 +51,11 @@ class Hook:
         """Continue from the state in a checkpoint. All ranks get the same state."""
 
 
-# Method of a hook -> its arguments after `self`.
-ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "step_ended": ("step",),
-    "validated": ("step", "values"),
-    "saved": ("step", "path"),
-    "stopped": ("step", "why"),
-    "state": (),
-    "restore": ("state",),
+# Method of a hook -> the names of its arguments after `self`.
+ARGUMENTS = {
+    name: tuple(inspect.signature(method).parameters)[1:]
+    for name, method in vars(Hook).items()
+    if inspect.isfunction(method)
 }
 
 

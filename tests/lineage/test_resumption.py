@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ptdmpi.config import Config, InputError, ModelConfig, TaskConfig, resolve
+from ptdmpi.config.model import DERIVED, MODEL_KINDS
 from ptdmpi.data.batches import TrainBatches
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
@@ -365,3 +366,9 @@ def test_an_edited_graph_is_told(corpora, tmp_path):
     third.judge("resume", Path("step-5"), manifest)
     (told,) = third.answer.changed
     assert told.startswith("data_parallel.topology sha256 ") and " -> " in told
+
+
+def test_derived_keys_are_those_that_a_model_fills_in():
+    """An error names the key that the user changed, not one whose default follows from it."""
+    given = {"hidden": 32, "heads": 4, "layers": 1, "seq_length": 8}
+    assert set(ModelConfig._fill_in(given)) == {*given, *MODEL_KINDS["gpt"], *DERIVED}

@@ -49,7 +49,7 @@ static __thread int depth, has_work;
 static __thread enum result group_error;
 static atomic_int open_groups; /* the outermost groups of all threads */
 
-/* -- counts, which benchmarks/dry/nccl.py reads ----------------------------------------------- */
+/* -- counts, which benchmarks/dry/messages.py reads ------------------------------------------- */
 
 int null_nccl_communicators(void) {
     return made;

@@ -95,14 +95,20 @@ def rows_of(text: str | None) -> Sequence[Row]:
     return rows
 
 
-def main() -> None:
-    """Compare the kernels in the rows that the command line names."""
+def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser for the command `name` of this folder, with the option --rows."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speed.own.choices",
-        description=__doc__,
+        prog=f"python -m benchmarks.speed.own.{name}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", help="ids, layouts or precisions [default: five layouts]")
+    return parser
+
+
+def main() -> None:
+    """Compare the kernels in the rows that the command line names."""
+    parser = parser_of("choices", __doc__)
     parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds of a row")
     options = parser.parse_args()
     for row in rows_of(options.rows):

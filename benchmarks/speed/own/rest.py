@@ -9,7 +9,6 @@ percentage in the table is the median over the steps. `--write` writes the table
 benchmarks/README.md.
 """
 
-import argparse
 import re
 import statistics
 import time
@@ -21,7 +20,7 @@ from benchmarks.marks import put, table
 from benchmarks.speed.bench import positive
 from benchmarks.speed.case import Row
 from benchmarks.speed.ours import INSIDE
-from benchmarks.speed.own.choices import rows_of
+from benchmarks.speed.own.choices import parser_of, rows_of
 from benchmarks.speed.rounds import busy_cpu_s, foreign_share
 from benchmarks.speed.sides import Side, family_cpu_s
 from benchmarks.speed.trials import WARM_STEPS
@@ -114,12 +113,7 @@ def measured(row: Row, steps: int) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     """Profile the rows that the command line names, and print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speed.own.rest",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rows", help="ids, layouts or precisions [default: five layouts]")
+    parser = parser_of("rest", __doc__)
     parser.add_argument("--steps", type=positive, default=3, help="profiled steps of a row")
     parser.add_argument("--write", action="store_true", help="write the table into the README")
     options = parser.parse_args()

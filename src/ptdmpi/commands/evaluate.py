@@ -8,7 +8,7 @@ import click
 
 from ptdmpi.base.outside import mendable_paths
 from ptdmpi.comm import launch
-from ptdmpi.terminal.options import PATH, SAMPLES, options_of_a_trained_model
+from ptdmpi.terminal.options import PATH, SAMPLES, options_of_a_trained_model, options_of_sampling
 from ptdmpi.terminal.program import Command
 
 
@@ -39,16 +39,7 @@ from ptdmpi.terminal.program import Command
     default=1,
     help="Answers per item (the majority is scored), or programs per task.",
 )
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
-@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Sample from the most likely tokens that together have this probability.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the samples.")
+@options_of_sampling(0.0)
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(1),

@@ -11,7 +11,7 @@ from ptdmpi.base.outside import mendable_paths
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
-from ptdmpi.terminal.options import PATH, SAMPLES, options_of_a_trained_model
+from ptdmpi.terminal.options import PATH, SAMPLES, options_of_a_trained_model, options_of_sampling
 from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
@@ -32,16 +32,7 @@ if TYPE_CHECKING:
     "--max-new-tokens", type=int, help="[default: 100, or fewer if the sequence length is reached]"
 )
 @click.option("--samples", type=SAMPLES, default=1, help="Continuations per prompt.")
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="0: greedy.")
-@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Sample from the most likely tokens that together have this probability.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the samples.")
+@options_of_sampling(1.0)
 @options_of_a_trained_model
 def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
     """Continue prompts with the newest checkpoint of RUN. RUN is a run directory, a checkpoint, or

@@ -1,7 +1,7 @@
 """Types for the values of command-line options, and options that several commands share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,34 @@ _OF_A_TRAINED_MODEL = (
 def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., None]:
     """Add options to the command `function`, and return the command. The options are those that all
     commands for trained models share. This function is a decorator."""
-    for option in reversed(_OF_A_TRAINED_MODEL):
+    return _with_options(function, _OF_A_TRAINED_MODEL)
+
+
+def options_of_sampling(temperature: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds the options by which a command samples tokens. `temperature` is
+    the default temperature."""
+    options = (
+        click.option(
+            "--temperature", type=float, default=temperature, show_default=True, help="0: greedy."
+        ),
+        click.option("--top-k", type=int, help="Sample from the k most likely tokens."),
+        click.option(
+            "--top-p",
+            type=float,
+            default=1.0,
+            show_default=True,
+            help="Sample from the most likely tokens that together have this probability.",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the samples."),
+    )
+    return lambda function: _with_options(function, options)
+
+
+def _with_options(
+    function: Callable[..., None], options: Sequence[Callable[..., Any]]
+) -> Callable[..., None]:
+    """Return the command `function` with options, which its help shows in this order."""
+    for option in reversed(options):
         function = option(function)
     return function
 
